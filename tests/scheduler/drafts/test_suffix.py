@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from cairn.scheduler.drafts.suffix import LEAST_TOKENS, LONGEST, TOKEN_BYTES, SuffixDrafter
+from cairn.scheduler.drafts import suffix
+from cairn.scheduler.drafts.suffix import LEAST_TOKENS, LONGEST, SHORT_TOKENS, TOKEN_BYTES, SuffixDrafter
 
 
 def longest_match(tokens: list[int]) -> int:
@@ -80,6 +81,31 @@ def test_an_index_that_grows_is_the_one_that_is_built_at_once() -> None:
     grown.extend([1, 2])
     built.extend([1, 2])
     assert grown.match == built.match and list(grown.propose(7)) == list(built.propose(7))
+
+
+@pytest.mark.parametrize("vocabulary", [(0, 1, 256, 65536), tuple(range(20)), tuple(range(3000))])
+def test_a_short_sequence_is_searched_as_its_index_would_be(
+    vocabulary: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the first vocabulary's pairs also occur where no token begins."""
+    chance = random.Random(9)
+    for size in (0, 1, 2, 40, SHORT_TOKENS - 3, SHORT_TOKENS + 1):
+        tokens = chance.choices(vocabulary, k=size)
+        searched = SuffixDrafter(tokens)
+        assert bool(searched._newest) == (size > SHORT_TOKENS)
+        with monkeypatch.context() as patched:
+            patched.setattr(suffix, "SHORT_TOKENS", -1)
+            indexed = SuffixDrafter(tokens)
+        assert indexed._newest
+        for _ in range(100):
+            start = chance.randrange(len(tokens)) if tokens and chance.random() < 0.5 else 0
+            more = tokens[start : start + 4] or [chance.choice(vocabulary)]
+            for drafter in (searched, indexed):
+                drafter.extend(more)
+            tokens += more
+            assert searched.match == indexed.match and list(searched.propose(7)) == list(indexed.propose(7))
+            assert searched.chances(7) == indexed.chances(7)
+        assert searched._newest, "a sequence that has grown has an index"
 
 
 def test_memory_is_bounded_and_the_latest_tokens_are_kept() -> None:

@@ -3,6 +3,8 @@
 The index is a hash table over pairs of tokens. It keeps the newest end of a pair for each bucket, and for each position
 the one before it in its bucket, so a token is added in constant time. A look-up compares a bounded number of earlier
 places and takes the longest match; a match that goes on is followed without one.
+
+A short sequence has no index: searching its few tokens takes less time than building and extending one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from cairn.scheduler.drafts.drafter import States
 MOST_TOKENS: Final = 1 << 18
 """Room of the largest index. Of a longer sequence it holds the latest half to whole of that."""
 LEAST_TOKENS: Final = 1 << 10
+SHORT_TOKENS: Final = 256
+"""Most tokens of a sequence without an index."""
 TOKEN_BYTES: Final = 12
 """Bytes of an index for each token of its room: the token, the position before it and a bucket."""
 LONGEST: Final = 32
@@ -91,7 +95,11 @@ class SuffixDrafter:
         self._match = 0
         """Latest tokens that also stand before `_at`, at most `LONGEST`; 0: there is no such place."""
         self._at = 0
-        self._index()
+        self._before, self._newest = array("i"), array("i")
+        """The index; empty while the sequence is short."""
+        self._room, self._shift = SHORT_TOKENS, 0
+        if len(self._tokens) > SHORT_TOKENS:
+            self._index()
         if hint:
             self._match, self._at = _HINT, begin
         elif len(self._tokens) > 1:
@@ -148,11 +156,12 @@ class SuffixDrafter:
                     match, at = match + (match < LONGEST), at + 1
                 else:
                     match = 0
-            bucket = ((last * _FIRST ^ token * _SECOND) & _WORD) >> shift
-            before.append(newest[bucket])
-            newest[bucket] = len(known)
+            if newest:
+                bucket = ((last * _FIRST ^ token * _SECOND) & _WORD) >> shift
+                before.append(newest[bucket])
+                newest[bucket] = len(known)
+                last = token
             known.append(token)
-            last = token
         self._match, self._at, self._repeats = match, at, repeats
         if match < _LONG:
             self._look(len(known) - 1)
@@ -194,7 +203,7 @@ class SuffixDrafter:
     def _look(self, end: int) -> None:
         """Look for a longer match of the tokens up to `end` than the one that is followed."""
         known, before, best = self._tokens, self._before, self._match
-        place = before[end]
+        place = before[end] if before else self._search(end, end)
         for _ in range(_PLACES):
             if not place:
                 break
@@ -206,11 +215,19 @@ class SuffixDrafter:
                     best, self._at = length, place + 1
                     if best == LONGEST:
                         break
-            place = before[place]
+            place = before[place] if before else self._search(end, place)
         self._match = best
 
+    def _search(self, end: int, stop: int) -> int:
+        """Return the last place before `stop` that may end with the same two tokens as place `end`; 0 for none.
+
+        Their bytes may also begin within a token. As with a bucket, the caller compares.
+        """
+        text, size = self._tokens.tobytes(), self._tokens.itemsize
+        return text.rfind(text[(end - 1) * size : (end + 1) * size], 0, stop * size) // size + 1
+
     def _make_room(self, count: int) -> None:
-        """Double the room, or forget the older half of the tokens."""
+        """Build the index, double its room, or forget the older half of the tokens."""
         if self._room >= self._most:
             drop = max(0, len(self._tokens) - self._most // 2)
             del self._tokens[:drop]
