@@ -202,10 +202,12 @@ def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> t
     `prompts`: whether the step has any prompt; if not, every row has one token. Guesses do not count, and neither do
     tokens that are computed again because of them.
     """
+    if not prompts:
+        return 0, len(rows)
     pairs = zip(rows, sequences, strict=True)
-    lengths = [row.end - row.start - row.draft - one.again for row, one in pairs] if prompts else []
+    lengths = [row.end - row.start - row.draft - one.again for row, one in pairs]
     singles = lengths.count(1)
-    return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
+    return sum(lengths) - singles, singles
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -157,32 +157,27 @@ class Scheduler:
         if self._planned:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
-        ended, started = self._expire(now), list[int]()
+        ended = self._expire(now) if now >= self._next_deadline else []
+        started = list[int]()
         preemptions = self._preemptions
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
         prompts, again = self._decode(work)
         drafts = self._guess(work, again) if work and self._speculation is not None else {}
         extra = again + sum(map(len, drafts.values())) if drafts else again
-        budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
-        for sequence in prompts:
-            if not budget.kept or budget.short(sequence.missing):
-                self._chunk(sequence, budget, work)
-        if self._preemptions == preemptions:
-            self._admit(work, budget, now, ended, started)
-        if budget.kept:
-            budget.use_rest()
-            for sequence in tuple(self._running):
-                self._chunk(sequence, budget, work)
+        taken = 0
+        if prompts or len(self._waiting):  # not in most steps, which only decode
+            taken = self._add_prompts(work, prompts, extra, preemptions, now, ended, started)
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
-        self._release_stalled(work)
+        if len(work) != len(self._running):
+            self._release_stalled(work)
         extra = self._allocate_guesses(work, drafts) if drafts or again else 0
         copies = self._cache.copies()
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()] if not drafts else self._rows(work, drafts)
-        counts = sizes(rows, work, prompts=budget.taken > 0)
+        counts = sizes(rows, work, prompts=taken > 0)
         self._planned.append(Plan(rows, list(work), ended, started, copies, *counts, extra))
         return self._planned[-1]
 
@@ -214,7 +209,7 @@ class Scheduler:
         prompts, again = list[Sequence](), 0
         for sequence in tuple(self._running):
             end = sequence.computed + 1
-            if sequence.target > end:
+            if len(sequence.tokens) - sequence.unneeded > end:  # inlined `target`: read for each row of each step
                 if not self._computes_again(sequence, again):
                     prompts.append(sequence)
                     continue
@@ -223,6 +218,33 @@ class Scheduler:
             if end <= sequence.kv.table.capacity or self._fit(sequence, end):
                 work[sequence] = end
         return prompts, again
+
+    def _add_prompts(
+        self,
+        work: dict[Sequence, int],
+        prompts: Iterable[Sequence],
+        extra: int,
+        preemptions: int,
+        now: float,
+        ended: list[Output],
+        started: list[int],
+    ) -> int:
+        """Add chunks of `prompts` and of waiting sequences to a step; return how many tokens those have.
+
+        `extra`: tokens of the step beside one for each row of `work`. `preemptions`: how many there were before this
+        plan; after another one nothing is started.
+        """
+        budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
+        for sequence in prompts:
+            if not budget.kept or budget.short(sequence.missing):
+                self._chunk(sequence, budget, work)
+        if self._preemptions == preemptions:
+            self._admit(work, budget, now, ended, started)
+        if budget.kept:
+            budget.use_rest()
+            for sequence in tuple(self._running):
+                self._chunk(sequence, budget, work)
+        return budget.taken
 
     def _rows(self, work: Mapping[Sequence, int], drafts: Mapping[Sequence, list[int]]) -> list[Row]:
         return [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
@@ -286,8 +308,6 @@ class Scheduler:
 
     def _expire(self, now: float) -> list[Output]:
         """End the requests that are past their deadline."""
-        if now < self._next_deadline:
-            return []
         late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
         ended = [self._fail(sequence, now, FinishReason.DEADLINE) for sequence in late]
         self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)
@@ -327,8 +347,6 @@ class Scheduler:
 
     def _release_stalled(self, work: dict[Sequence, int]) -> None:
         """Release the claims of running prompts that had no row for `PATIENCE` steps."""
-        if len(work) == len(self._running):
-            return
         for sequence in self._running:
             sequence.stalled += sequence not in work
             if sequence.stalled == PATIENCE:

@@ -46,7 +46,11 @@ class StepCost:
         expected = self._cost[tokens] if fresh else self.of(tokens)
         if not self._speed:
             self._speed = seconds / expected
-        surprise = max(1 / _MOST_CHANGE, min(_MOST_CHANGE, seconds / (self._speed * expected)))
+        surprise = seconds / (self._speed * expected)
+        if surprise > _MOST_CHANGE:
+            surprise = _MOST_CHANGE
+        elif surprise < 1 / _MOST_CHANGE:
+            surprise = 1 / _MOST_CHANGE
         if fresh:
             self._speed *= surprise**_SPEED_WEIGHT
             self._cost[tokens] = expected * surprise**_SHAPE_WEIGHT

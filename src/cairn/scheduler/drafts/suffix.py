@@ -163,7 +163,7 @@ class SuffixDrafter:
                 last = token
             known.append(token)
         self._match, self._at, self._repeats = match, at, repeats
-        if match < _LONG:
+        if match < _LONG and (not before or before[-1]):
             self._look(len(known) - 1)
 
     def expect(self, tokens: Sequence[int]) -> None:
