@@ -1213,12 +1213,13 @@ class World:
         """
         state = self.windows[number] == STATE
         blocks = {b: published for b in range(pool.size) if (published := pool.published(b)) is not None}
-        listed = [block for after in pool._after.values() for block in after]
+        listed = [block for after in pool._after.values() for _, block in after]
         law(state or sorted(listed) == sorted(blocks), "blocks are found by their first tokens that are not there")
         law(not state or not listed, "a state is found by its first tokens")
         for parent, after in pool._after.items():
-            tokens = [blocks[block].tokens for block in after]
-            law(all(blocks[block].parent == parent for block in after), "a block follows another key")
+            tokens = [blocks[block].tokens for _, block in after]
+            law(tokens == [own for own, _ in after], "a block is listed with other tokens than its own")
+            law(all(blocks[block].parent == parent for _, block in after), "a block follows another key")
             law(tokens == sorted(set(tokens)), "blocks after a key are not in order")
             begun = any(two[: len(one)] == one for one, two in itertools.pairwise(tokens))
             law(not begun, "a partial block outlives a longer one that begins with it")

@@ -22,6 +22,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from cairn.types.stats import GroupUse
+from cairn.types.step import NO_BLOCK
+
 
 class Published(NamedTuple):
     """The content of a published block: its tokens, and the key that covers all tokens up to its end."""
@@ -52,13 +55,18 @@ class BlockPool:
         self._holders = [0] * size
         self._published: list[Published | None] = [None] * size
         self._index: dict[bytes, int] = {}
-        self._after: dict[bytes, list[int]] = {}
-        """The published blocks that follow each key, ordered by their tokens."""
+        self._after: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        """The published blocks that follow each key, with their tokens, by which they are ordered."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.leaving: Callable[[bytes], None] = lambda key: None
         """Called with the key of a published block just before its eviction, while it can still be found and read."""
         self.watch: Callable[[bool, Published], None] | None = None
         """Called with whether a block was published or evicted, and what it holds; None: nobody follows."""
+
+    def use(self) -> GroupUse:
+        """Return how many blocks are `free`, `cached` and `held`."""
+        free, cached = len(self._free), len(self._cached)
+        return GroupUse(free, cached, self.size - free - cached)
 
     @property
     def free(self) -> int:
@@ -165,10 +173,10 @@ class BlockPool:
         If a published block begins with the same tokens, mark that one as used instead and keep `block` private.
         """
         place, after = tuple(tokens), self._after.get(parent, ())
-        at = bisect_left(after, place, key=self._tokens_of)
-        if at < len(after) and self._tokens_of(after[at])[: len(place)] == place:
-            if after[at] in self._cached:
-                self._cached.move_to_end(after[at])
+        at = bisect_left(after, (place, NO_BLOCK))
+        if at < len(after) and after[at][0][: len(place)] == place:
+            if after[at][1] in self._cached:
+                self._cached.move_to_end(after[at][1])
         elif key not in self._index:
             self.publish(block, key, place, parent)
 
@@ -179,9 +187,9 @@ class BlockPool:
         """
         found, most = 0, 0
         if after := self._after.get(parent):
-            at = bisect_left(after, tokens, key=self._tokens_of)
-            for block in after[max(0, at - 1) : at + 1]:
-                count = common_length(self._tokens_of(block), tokens)
+            at = bisect_left(after, (tokens, NO_BLOCK))
+            for own, block in after[max(0, at - 1) : at + 1]:
+                count = common_length(own, tokens)
                 if count > most:
                     found, most = block, count
         return found, most
@@ -189,8 +197,7 @@ class BlockPool:
     def begun(self, parent: bytes, tokens: tuple[int, ...]) -> list[int]:
         """Return the blocks after `parent` that begin with `tokens`, or that `tokens` begins with."""
         blocks = []
-        for block in self._after.get(parent, ()):
-            own = self._tokens_of(block)
+        for own, block in self._after.get(parent, ()):
             if common_length(own, tokens) == min(len(own), len(tokens)):
                 blocks.append(block)
         return blocks
@@ -224,28 +231,23 @@ class BlockPool:
         """Index a block by its first tokens and evict the part that it begins with."""
         after = self._after.get(published.parent)
         if after is None:
-            self._after[published.parent] = [block]
+            self._after[published.parent] = [(published.tokens, block)]
             return
-        at = bisect_left(after, published.tokens, key=self._tokens_of)
-        after.insert(at, block)
+        at = bisect_left(after, (published.tokens, NO_BLOCK))
+        after.insert(at, (published.tokens, block))
         if at:  # in this order a part comes just before the blocks that begin with it
-            before = self._tokens_of(after[at - 1])
+            before, part = after[at - 1]
             if len(before) < len(published.tokens) and published.tokens[: len(before)] == before:
-                self.forget(after[at - 1])
+                self.forget(part)
 
     def _remove(self, block: int, published: Published) -> None:
         after = self._after[published.parent]
         if len(after) == 1:
             del self._after[published.parent]
             return
-        at = bisect_left(after, published.tokens, key=self._tokens_of)
-        assert after[at] == block, "two blocks with the same tokens after one key"
+        at = bisect_left(after, (published.tokens, NO_BLOCK))
+        assert after[at][1] == block, "two blocks with the same tokens after one key"
         del after[at]
-
-    def _tokens_of(self, block: int) -> tuple[int, ...]:
-        published = self._published[block]
-        assert published is not None
-        return published.tokens
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

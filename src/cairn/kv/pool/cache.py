@@ -112,7 +112,7 @@ class Cache:
 
     def use(self) -> tuple[GroupUse, ...]:
         """Return the numbers of free, cached and held blocks of each group."""
-        return tuple([GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools])
+        return tuple([pool.use() for pool in self.pools])
 
     def context(self, salt: bytes, *, durable: bool = False, stored: bool = True, once: bool = False) -> SequenceKV:
         """Return the KV of a new sequence, which holds nothing yet.
