@@ -101,12 +101,12 @@ def test_a_flush_reports_losses_of_its_chunks_and_unreported_ones() -> None:
     flushes.lose(7)
     flushes.lose(3)
     flushes.answer(lambda: 4)
-    assert flushes and losses == []
+    assert flushes.waiting and losses == []
     flushes.answer(lambda: 5)
     flushes.add(9, losses.append, counts=False)
     flushes.add(9, losses.append, counts=True)
     flushes.answer(lambda: 9)
-    assert not flushes and losses == [1, 0, 1]
+    assert not flushes.waiting and losses == [1, 0, 1]
 
 
 def test_a_context_evicted_on_demand_is_stored_first_however_long_it_is(store: Between) -> None:

@@ -247,15 +247,19 @@ class WorkerLoop:
                 self._tiers.load_policy.computed(counted, seconds)
             self._progress += plan.singles + plan.chunked
         outputs = self._scheduler.commit(plan, results, seconds)
-        self._progress += sum([output.finish is not None for output in outputs])
         ids, tokens, others = _columns(outputs)
+        for output in others:
+            self._progress += output.finish is not None
         return wire.StepOutputs(
             stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started)
         )
 
     def _stats(self, kv: KvStats | None) -> wire.Stats:
         stats = self._scheduler.stats()
-        usage = max([use.held / max(1, use.free + use.cached + use.held) for use in stats.groups], default=0.0)
+        usage = 0.0
+        for use in stats.groups:
+            if (held := use.held / (use.free + use.cached + use.held)) > usage:
+                usage = held
         return wire.Stats(
             running=stats.running,
             waiting=stats.waiting,

@@ -22,26 +22,23 @@ class Flushes:
     """The callers that wait. Chunks have serials in the order in which they were noted."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Flush] = deque()
+        self.waiting: deque[_Flush] = deque()
+        """Those that wait, in the order in which they came."""
         self._unreported = 0
         """Chunks given up that were not reported to anybody."""
-
-    def __bool__(self) -> bool:
-        """Return whether anybody waits."""
-        return bool(self._waiting)
 
     def add(self, before: int, done: Flushed, *, counts: bool) -> None:
         """Call `done` once all chunks `before` a serial are stored or given up.
 
         If it `counts`, it gets the number of those that were given up, plus earlier ones that were not reported.
         """
-        self._waiting.append(_Flush(before, done, counts, self._unreported if counts else 0))
+        self.waiting.append(_Flush(before, done, counts, self._unreported if counts else 0))
         if counts:
             self._unreported = 0
 
     def lose(self, serial: int) -> None:
         """Count a chunk that was given up for those who wait for it, or else for the next to come."""
-        waiting = [flush for flush in self._waiting if flush.counts and serial < flush.before]
+        waiting = [flush for flush in self.waiting if flush.counts and serial < flush.before]
         for flush in waiting:
             flush.lost += 1
         if not waiting:
@@ -49,6 +46,6 @@ class Flushes:
 
     def answer(self, oldest: Callable[[], float]) -> None:
         """Call those whose chunks are all done. `oldest` returns the serial of the oldest outstanding chunk."""
-        while self._waiting and oldest() >= self._waiting[0].before:
-            flush = self._waiting.popleft()
+        while self.waiting and oldest() >= self.waiting[0].before:
+            flush = self.waiting.popleft()
             flush.done(flush.lost)

@@ -191,12 +191,12 @@ class Tiers:
 
         `idle`: no request has wanted a step for a while. A failing store raises nothing here.
         """
-        landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())] if self._loads else ()
+        landing = self._loads and any([self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())])
         self._notes.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
-        return any(landing) or reading
+        return reading or bool(landing)
 
     def _land(self, seq_kv: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
         """Put the chunks that arrived for a sequence into the pool; return whether there is more to do at once."""

@@ -195,14 +195,15 @@ class WriteBehind:
 
     def turn(self, idle: bool) -> bool:
         """Copy noted chunks into the queue, up to a turn's bytes; return whether there is more to do at once."""
-        self._settle()
+        if self._writer.finished:
+            self._settle()
         if self.waiting.tails and self._clock.now() >= self._tails_at:
             self._take_tails(self._limits.idle_seconds)
         room, more = self._limits.turn_bytes, self._ready(idle)
         while room > 0 and more and (following := self.waiting.next) is not None:
             room -= self._copy(following)
             more = self._ready(idle)
-        if self._flushes:
+        if self._flushes.waiting:
             self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
             more = self._ready(idle)
         return more
@@ -301,7 +302,7 @@ class WriteBehind:
 
     def _pressing(self, following: NotedChunk) -> bool:
         """Return whether to copy although requests want a step: a flush waits, or the pool is about to need blocks."""
-        if self._flushes or self._clock.now() - following.at > self._limits.copy_seconds:
+        if self._flushes.waiting or self._clock.now() - following.at > self._limits.copy_seconds:
             return True
         pools = zip(self._cache.pools, self.waiting.blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
