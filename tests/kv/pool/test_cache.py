@@ -6,7 +6,7 @@ import pytest
 
 from cairn.kv.pool import prefix
 from cairn.kv.pool.blocks import Copy
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import MOST_SALTS, Cache
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.kv.pool.waiters import Waiters
 from cairn.types.model_spec import CacheGroup
@@ -231,6 +231,16 @@ def test_another_tenant_finds_nothing() -> None:
     assert covered(kv, TOKENS[:17], b"one") == 16
     assert covered(kv, TOKENS[:17], b"two") == 0
     assert covered(kv, TOKENS[:17]) == 0
+
+
+def test_the_first_keys_of_a_salt_are_its_own_however_many_salts_there_are() -> None:
+    kv, groups = cache((4, 0), (4, 8)), range(2)
+    salts = [number.to_bytes(2, "big") for number in range(MOST_SALTS + 10)]
+    starts = [tuple(kv.context(salt).chains[group].before(0, []) for group in groups) for salt in salts * 2]
+    assert starts[: len(salts)] == starts[len(salts) :], "a salt's keys change"
+    assert len({key for start in starts for key in start}) == len(salts) * len(groups)
+    assert starts[0] == tuple(prefix.root(kv.info.identity, salts[0], kv.info.groups[group], SIZE) for group in groups)
+    assert len(kv._roots) <= MOST_SALTS
 
 
 def test_equal_keys_of_other_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ from cairn.types.step import NO_BLOCK, EngineInfo
 
 ANY = 1 << 62
 """The result of `longest` for pools that limit no sequence."""
+MOST_SALTS = 256
+"""Salts whose first keys are kept. Beyond them all are computed anew, in a few microseconds each."""
 
 
 def window_blocks(group: CacheGroup, block_tokens: int) -> int:
@@ -87,6 +89,8 @@ class Cache:
         self._spacing = spacing
         self._block_tokens = info.block_tokens
         self._identity = info.identity
+        self._roots: dict[bytes, tuple[bytes, ...]] = {}
+        """Keys before the first block of each group, by the salts of the latest sequences."""
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
         """The sequence that computes or loads the block with this key (of the first group's chain) now."""
@@ -120,7 +124,11 @@ class Cache:
         Sequences with different salts share nothing. `durable`, `stored`, `once`: see `StoreProgress`.
         """
         size = self._block_tokens
-        chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
+        if (roots := self._roots.get(salt)) is None:
+            if len(self._roots) >= MOST_SALTS:
+                self._roots.clear()
+            roots = self._roots[salt] = tuple([root(self._identity, salt, group, size) for group in self._groups])
+        chains = tuple([Chain(start, size) for start in roots])
         return SequenceKV(chains, durable, stored, self._spacing, once)
 
     @property
