@@ -147,7 +147,7 @@ class AgentChain:
         content = msgspec.msgpack.encode(record)
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
-            raise self._moved()
+            raise self.moved()
         self.tail = _after(record, content, tail)
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
@@ -164,7 +164,7 @@ class AgentChain:
     async def expect_no_news(self) -> None:
         """Raise Moved if others wrote since the chain was read: what the caller wants to write is out of date."""
         if await self.news():
-            raise self._moved()
+            raise self.moved()
 
     def check_free(self, alive: Callable[[str], bool]) -> None:
         """Raise Running while another replica that is `alive` runs a turn of the agent."""
@@ -178,7 +178,7 @@ class AgentChain:
         Raise Moved if another replica has interrupted it, Unavailable as `append` does.
         """
         if not self.mine or self.tail.running != turn:
-            raise self._moved()
+            raise self.moved()
         await self.append("ended", body)
 
     async def settle(self, since: int, body: bytes) -> None:
@@ -191,7 +191,8 @@ class AgentChain:
         if self.mine and self.tail.running and self.tail.since == since:
             await self.append("ended", body)
 
-    def _moved(self) -> Moved:
+    def moved(self) -> Moved:
+        """Return the error of a change that is out of date."""
         return Moved(f"another server has gone on with {self._subject}; send the request again", retry_after=1.0)
 
     async def _create(self, name: str, data: bytes) -> bool:
