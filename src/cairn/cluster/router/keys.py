@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.cluster.text_prefixes import KEY_HEADERS, TextPrefixes, text_prefixes
+from cairn.cluster.text_prefixes import KEY_HEADERS, NO_PREFIXES, PROMPT_PATHS, PromptFields, TextPrefixes, prefixes_of
 
 AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
 TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
@@ -37,21 +37,21 @@ BEGINNING = 2
 """Messages that a conversation is recognised by where nothing names it: its system text and first question."""
 
 
-class _SessionFields(msgspec.Struct):
-    """Fields of a body that say what it belongs to, or whether its answer is the same again."""
+class _SessionFields(PromptFields):
+    """Fields of a body that say what it belongs to, or whether its answer is the same again, beside its text."""
 
     prompt_cache_key: Any = None
     metadata: Any = None
     previous_response_id: Any = None
     conversation: Any = None
-    messages: Any = None
-    prompt: Any = None
-    input: Any = None
-    system: Any = None
     id: Any = None
     seed: Any = None
     temperature: Any = None
     stream: Any = None
+
+
+_fields = msgspec.json.Decoder(_SessionFields)
+_lists = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Asked:
@@ -59,7 +59,7 @@ class Asked:
 
     def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         self.method, self.path = method, path
-        self._headers, self._raw = dict(headers), body
+        self._headers = dict(headers)
         self._body = (
             _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _SessionFields()
         )
@@ -106,17 +106,17 @@ class Asked:
 
     def text(self) -> TextPrefixes:
         """Return the digests of its prompt's text."""
-        return text_prefixes(self.path, self._headers, self._raw)
+        return prefixes_of(self._headers, self._body) if self.path in PROMPT_PATHS else NO_PREFIXES
 
     def _beginning(self) -> bytes:
         """Return what recognises a conversation that is sent again as a whole."""
         body = self._body
-        if isinstance(body.messages, list) and body.messages:
-            return b"chat\0" + msgspec.json.encode((body.system, body.messages[:BEGINNING]))
-        if isinstance(body.prompt, str):
-            return b"text\0" + body.prompt[:512].encode("utf-8", "replace")
-        if isinstance(body.input, list) and body.input:
-            return b"input\0" + msgspec.json.encode(body.input[:BEGINNING])
+        if messages := _first(body.messages):
+            return b"chat\0" + b"\0".join([body.system, *messages])
+        if (prompt := bytes(memoryview(body.prompt)[:512])).startswith(b'"'):
+            return b"text\0" + prompt
+        if messages := _first(body.input):
+            return b"input\0" + b"\0".join(messages)
         return b""
 
     @property
@@ -168,8 +168,16 @@ def last_part(id: str) -> bytes:
     return re.split(r"[-_]", id)[-1].encode("utf-8", "replace")
 
 
+def _first(messages: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the first messages of a list, unparsed; none if it is no list."""
+    try:
+        return _lists.decode(messages)[:BEGINNING]
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return []
+
+
 def _decoded(body: bytes) -> _SessionFields:
     try:
-        return msgspec.json.decode(body, type=_SessionFields)
+        return _fields.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return _SessionFields()  # the replica refuses it
