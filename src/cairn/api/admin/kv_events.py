@@ -145,17 +145,14 @@ class BlockFeed:
         """Add events for changes. Of more than are kept for readers the last ones are left out."""
         size = services[0].info.layout.block_tokens if services else 0
         seconds = self._state.clock.time_ns() / 1e9
-        events: list[KVEvent] = [AllBlocksCleared()] if cleared else []
-        for one in changes:
-            if one.stored:
-                events.append(BlockStored(list(one.blocks), one.parent, [], size, medium=one.medium))
-            else:
-                events.append(BlockRemoved(list(one.blocks), one.medium))
+        first: list[KVEvent] = [AllBlocksCleared()] if cleared else []
         added = 0
-        for at in range(0, len(events), PIECE):
-            added += self._add(EVENT, KVEventBatch(seconds, events[at : at + PIECE]))
+        for at in range(0, max(len(changes), len(first)), PIECE):
+            events = [_event(one, size) for one in changes[at : at + PIECE]]
+            added += self._add(EVENT, KVEventBatch(seconds, first + events))
+            first = []
             if added > KEPT_BYTES // 2:
-                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(events))
+                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(changes))
                 return
             await asyncio.sleep(0)
 
@@ -216,6 +213,12 @@ class BlockFeed:
         while len(self._texts) > MOST_TEXTS:
             self._texts.popitem(last=False)
         del self._news[:-MOST_TEXTS]
+
+
+def _event(change: BlockChange, block_tokens: int) -> KVEvent:
+    if change.stored:
+        return BlockStored(list(change.blocks), change.parent, [], block_tokens, medium=change.medium)
+    return BlockRemoved(list(change.blocks), change.medium)
 
 
 class BlockEvents:
