@@ -206,11 +206,9 @@ class TileChoice:
         temporary = path.with_name(f"{path.name}.{self._rng.bits64():x}")
         file = self._files.open(temporary, "create")
         try:
-            file.append(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-            file.sync()
-        finally:
-            file.close()
-        try:
+            with contextlib.closing(file):
+                file.append(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+                file.sync()
             self._files.link(temporary, path)
         except FileExistsError:
             if (first := self._read(path)) is not None:
