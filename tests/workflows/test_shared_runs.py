@@ -324,14 +324,25 @@ async def test_a_store_that_lost_an_acknowledged_entry_is_refused(benches: Bench
     assert first.state.state == "finished", "its own copy stays"
 
 
-async def test_a_deleted_run_is_gone_everywhere_and_leaves_one_record(benches: Benches) -> None:
+async def test_a_deleted_run_is_gone_everywhere_and_leaves_two_objects(benches: Benches) -> None:
     first = await benches.begin()
     second = await benches.at("two")
     await first.runs.delete("me", "r")
     await second.journals.refresh("run", "me", "r")
     with pytest.raises(NotFound):
         second.runs.get("me", "r")
-    assert len([name for name in benches.blobs.objects if name.startswith("runs/")]) == 1
+    assert len([name for name in benches.blobs.objects if name.startswith("runs/")]) == 2
+
+
+async def test_a_run_that_went_on_and_was_deleted_elsewhere_is_gone(benches: Benches) -> None:
+    first, second = await benches.begin(), await benches.at("two")
+    await first.work()
+    await first.runs.delete("me", "r")
+    with pytest.raises(Moved):
+        await second.journals.append(second.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
+    await second.journals.refresh("run", "me", "r")
+    with pytest.raises(NotFound):
+        second.runs.get("me", "r")
 
 
 async def test_runs_of_all_servers_are_listed_at_each_for_their_tenant(benches: Benches) -> None:
