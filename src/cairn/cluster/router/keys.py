@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -33,6 +35,8 @@ COMPUTES = frozenset(
 )
 """Paths that only compute: a request that was cut off may be sent again."""
 CHATS = frozenset(("/v1/chat/completions", "/chat/completions"))
+INLINE = 1 << 20
+"""Bytes of a body that are parsed on the event loop, in 2 to 3 ms; longer ones on a thread."""
 BEGINNING = 2
 """Messages that a conversation is recognised by where nothing names it: its system text and first question."""
 
@@ -54,7 +58,7 @@ _fields = msgspec.json.Decoder(_SessionFields)
 _lists = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class Asked:
+class RoutedRequest:
     """One request as the router sees it."""
 
     def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
@@ -64,7 +68,7 @@ class Asked:
             _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _SessionFields()
         )
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """What it names, with the tenant's key; empty for nothing."""
         named = self._named() or self._beginning()
@@ -99,14 +103,18 @@ class Asked:
                 return b"agent\0" + one.encode("utf-8", "replace")
         return b""
 
-    @property
+    @cached_property
     def named(self) -> bool:
         """Whether it names an agent or a session."""
         return bool(self._named())
 
+    @cached_property
+    def _text(self) -> TextPrefixes:
+        return prefixes_of(self._headers, self._body) if self.path in PROMPT_PATHS else NO_PREFIXES
+
     def text(self) -> TextPrefixes:
         """Return the digests of its prompt's text."""
-        return prefixes_of(self._headers, self._body) if self.path in PROMPT_PATHS else NO_PREFIXES
+        return self._text
 
     def _beginning(self) -> bytes:
         """Return what recognises a conversation that is sent again as a whole."""
@@ -161,6 +169,19 @@ class Asked:
     def elsewhere(self) -> bool:
         """Whether it is about something that one replica alone may have: the others answer 404, and do nothing."""
         return NAMED_PATHS.match(self.path) is not None
+
+
+async def read_request(scope: Mapping[str, Any], body: bytes, *, by_kv: bool) -> RoutedRequest:
+    """Return the request of a call. Parse a long body on another thread, and digest its text there if `by_kv`."""
+
+    def read() -> RoutedRequest:
+        request = routed()
+        if request.key and by_kv and not request.named:
+            request.text()
+        return request
+
+    routed = partial(RoutedRequest, scope["method"], scope["path"], scope["headers"], body)
+    return await asyncio.to_thread(read) if len(body) > INLINE else routed()
 
 
 def last_part(id: str) -> bytes:
