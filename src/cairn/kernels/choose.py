@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from cairn.config.paths import home
 from cairn.kernels import native
 from cairn.kernels.base import Kernels
-from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import ConfigError, ModelError
