@@ -219,7 +219,15 @@ class ScriptedService:
         return next(self._ids)
 
     async def prompt(
-        self, messages: Any, tools: Any, *, tenant: str, share: str = "", template_args: Any = None, wanted: Any = None
+        self,
+        messages: Any,
+        tools: Any,
+        *,
+        tenant: str,
+        share: str = "",
+        template_args: Any = None,
+        wanted: Any = None,
+        recall: Any = None,
     ) -> Any:
         self.prompts.append((messages, tools, tenant, template_args))
         self.wanted.append(wanted)
@@ -232,7 +240,7 @@ class ScriptedService:
     def mentions(self, name: str) -> bool:
         return name in self.template
 
-    def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
+    def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any, *_: Any) -> None:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
 
     def check_generates(self) -> None:

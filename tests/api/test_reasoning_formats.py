@@ -170,9 +170,9 @@ async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
     said: list[list[int]] = []
     remember = Chat.remember
 
-    def remembered(self: Chat, tenant: str, prompt: Any, generated: Any, message: Any) -> Any:
+    def remembered(self: Chat, tenant: str, prompt: Any, generated: Any, message: Any, *more: Any) -> Any:
         said.append([*prompt, *generated])
-        return remember(self, tenant, prompt, generated, message)
+        return remember(self, tenant, prompt, generated, message, *more)
 
     monkeypatch.setattr(Chat, "remember", remembered)
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:

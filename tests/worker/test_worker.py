@@ -65,7 +65,12 @@ def test_heartbeats_continue_while_a_reply_is_pending() -> None:
     )
     grammars = SimpleNamespace(pending=False)
     loaded: Any = SimpleNamespace(
-        engine=None, scheduler=scheduler, cache=None, tiers=tiers, grammars=grammars, clock=world
+        engine=None,
+        scheduler=scheduler,
+        cache=SimpleNamespace(leading_pool=None, info=SimpleNamespace(block_tokens=16)),
+        tiers=tiers,
+        grammars=grammars,
+        clock=world,
     )
     channel: Any = world
     pulse: Any = world.pulse

@@ -236,7 +236,7 @@ async def test_health_answers_as_llama_servers_does() -> None:
 
 async def test_a_router_learns_the_role_the_speeds_and_the_queue() -> None:
     async with site(None, Config(role="decode")) as at, at.http() as http:
-        unknown = {"role": "decode", "computes": None, "loads": None, "queue_seconds": 0.0}
+        unknown = {"role": "decode", "computes": None, "loads": None, "queue_seconds": 0.0, "shares": False}
         assert (await http.get("/health/role")).json() == unknown, "while it loads"
         service = at.app.service = ScriptedService()  # type: ignore[assignment]
         assert (await http.get("/health/role")).json() == unknown | {"queue_seconds": 0.5}

@@ -235,10 +235,11 @@ class Exchange:
                 data = self.adapter.begin() if say else b""
                 try:
                     async for batch in found:
-                        data += self._say(batch, say, keep_logprobs=not stream)
+                        news = self._say(batch, say, keep_logprobs=not stream)
                         over = self.over
-                        if say and not data and not over and silence is not None and not silence.left:
-                            data = self.adapter.heartbeat()
+                        if say and not news and not over and silence is not None and not silence.left:
+                            news = self.adapter.heartbeat()
+                        data += news
                         if data and silence is not None:
                             silence.broken()
                         if over and self.attribution is not None:
