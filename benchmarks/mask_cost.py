@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cairn.kernels.choose import load_kernels
-from cairn.kernels.vocabulary import Line
+from cairn.kernels.sampling import Line
 from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls

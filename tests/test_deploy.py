@@ -19,9 +19,9 @@ from cairn.api.http.not_found import canonical
 from cairn.cli import app
 from cairn.config.config import Config
 from cairn.config.option import options
-from cairn.router import model_health
-from cairn.router.models import Models
-from cairn.router.served_model import served_models
+from cairn.served_models import model_health
+from cairn.served_models.models import Models
+from cairn.served_models.served_model import served_models
 from cairn.system.metrics import Metrics, ServerMetrics
 
 ROOT = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ from cairn.config.config import Config
 from cairn.engine.recorded import RecordedEngine
 from cairn.engine.sampling import LogitsQuestion
 from cairn.kernels import native
-from cairn.kernels.vocabulary import Sampler
+from cairn.kernels.sampling import Sampler
 from cairn.models.families.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.models.spec.config import load_spec

@@ -227,7 +227,7 @@ class ScriptedService:
         share: str = "",
         template_args: Any = None,
         wanted: Any = None,
-        recall: Any = None,
+        find_sampled: Any = None,
     ) -> Any:
         self.prompts.append((messages, tools, tenant, template_args))
         self.wanted.append(wanted)

@@ -243,7 +243,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     from cairn.config.values import ModelOptions
-    from cairn.router.served_model import served_models
+    from cairn.served_models.served_model import served_models
     from cairn.types.errors import ConfigError
 
     models = (ModelOptions(model="a", name="a"), ModelOptions(model="b", name="b"))

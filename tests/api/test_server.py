@@ -31,7 +31,7 @@ from cairn.config.paths import with_folder
 from cairn.frontend.launch import KILL_SECONDS
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
-from cairn.router.served_model import served_models
+from cairn.served_models.served_model import served_models
 from cairn.system.posix import SystemFile, SystemFiles
 from cairn.types.errors import ConfigError, ModelFileError, Unavailable
 from cairn.types.outputs import Delta
@@ -84,7 +84,7 @@ class Running:
     """A server in this process with a scripted service."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
-        monkeypatch.setattr("cairn.router.loader.Service", service)
+        monkeypatch.setattr("cairn.served_models.loader.Service", service)
         monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)

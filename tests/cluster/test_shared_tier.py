@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
-from cairn.cluster import chunks
-from cairn.cluster.chunks import SharedChunks
+from cairn.cluster import shared_kv
 from cairn.cluster.feed import Feed
+from cairn.cluster.shared_kv import SharedChunks
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.write_behind import WriteLimits
 from tests.cluster.stores import Draws, MemoryBlobs, keys
@@ -94,7 +94,7 @@ def test_evicting_from_memory_keeps_the_store_and_evicting_from_disk_does_not() 
 
 
 def test_a_shared_store_that_takes_nothing_more_keeps_nothing_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "QUEUE_BYTES", 0)
+    monkeypatch.setattr(shared_kv, "QUEUE_BYTES", 0)
     blobs = MemoryBlobs()
     blobs.dead = True
     one, disk = shared(blobs, 1), RamStore(1 << 30)

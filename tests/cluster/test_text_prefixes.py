@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from cairn.cluster.text_prefixes import FINE_BYTES, FINEST, NO_PREFIXES, TextPrefixes, places, text_prefixes
+from cairn.cluster.text_prefixes import (
+    FINE_BYTES,
+    FINEST,
+    NO_PREFIXES,
+    TAIL_BYTES,
+    TextPrefixes,
+    places,
+    text_prefixes,
+)
 
 CHATS = "/v1/chat/completions"
 KEY = {b"authorization": b"Bearer one"}
@@ -86,3 +94,9 @@ def test_the_number_of_places_grows_with_the_logarithm(size: int) -> None:
     assert len(found) <= 65 + 32 * max(0, (size // FINE_BYTES).bit_length())
     longer = list(places(2 * size + 1000))
     assert set(found[:-1]) <= set(longer), "the places of a text are those of a longer one"
+
+
+def test_closing_brackets_are_cut_off_however_many() -> None:
+    for count in (1, TAIL_BYTES - 1, TAIL_BYTES, TAIL_BYTES + 1, 3 * TAIL_BYTES):
+        assert of({"prompt": "text" + "]" * count}) == of({"prompt": "text"})
+        assert of({"prompt": "]" * count}) == NO_PREFIXES

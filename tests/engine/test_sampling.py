@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from cairn.engine import sampling
 from cairn.engine.sampling import sample
-from cairn.kernels import vocabulary
-from cairn.kernels.vocabulary import ONE, random_bits, weigh
+from cairn.kernels import sampling as kernel_sampling
+from cairn.kernels.sampling import ONE, random_bits, weigh
 from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
 from tests.laws import sampling as laws
@@ -344,7 +344,7 @@ def test_the_random_bits_are_pinned_and_even() -> None:
 
 @pytest.mark.parametrize("bits", [0, 1 << 52, (1 << 53) - 1])
 def test_a_draw_never_lands_on_a_token_of_weight_zero(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "random_bits", lambda *_: bits)
+    monkeypatch.setattr(kernel_sampling, "random_bits", lambda *_: bits)
     logits = np.full((1, VOCAB), -1000, np.float32)
     logits[0, [20, 30, 41]] = 0
     for params in ({}, {"top_k": 60}, {"top_p": 0.999}, {"min_p": 1e-6}):

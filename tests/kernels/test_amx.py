@@ -8,6 +8,7 @@ On a CPU with AMX the same program runs the instructions themselves.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -26,7 +27,7 @@ from cairn.kernels import choose, native
 from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.choose import TileChoice, TileSpeed
 from cairn.kernels.native import NativeKernels
-from cairn.system.posix import SystemClock, SystemFiles, SystemRng
+from cairn.system.posix import SystemClock, SystemFile, SystemFiles, SystemRng
 from cairn.types.errors import ConfigError, ModelError
 
 ROOT = Path(__file__).parents[2]
@@ -308,6 +309,18 @@ def test_a_damaged_file_is_measured_anew(tiles: list[TileSpeed], tmp_path: Path)
     assert not decision(folder)
     assert not decision(folder), "and kept"
     assert list(folder.iterdir()) == [path]
+
+
+def test_a_full_disk_gets_no_file_at_each_start(
+    tiles: list[TileSpeed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(SystemFile, "append", full)
+    tiles.append(FAST)
+    assert TileChoice(OTHER, SystemFiles(), SystemClock(), SystemRng(), tmp_path).found() is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_cpu_has_a_choice_of_its_own(

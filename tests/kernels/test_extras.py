@@ -12,7 +12,7 @@ import pytest
 from cairn.engine.sampling import sample
 from cairn.kernels.extras import choose, repeats
 from cairn.kernels.native import NativeKernels
-from cairn.kernels.vocabulary import NUMPY, Line
+from cairn.kernels.sampling import NUMPY, Line
 from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
 from tests.laws.sampling import line_of, lines_of_logits, random_extras, random_row

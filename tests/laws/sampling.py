@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.kernels.vocabulary import NUMPY, ONE, Line, TokenChoice
+from cairn.kernels.sampling import NUMPY, ONE, Line, TokenChoice
 from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
 

@@ -24,7 +24,7 @@ from cairn.models.packing import packed_file, packed_matrices
 from cairn.models.packing.weight_format import HeldWeights
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.router.fit import fit
+from cairn.served_models.fit import fit
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import ModelSpec
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_model

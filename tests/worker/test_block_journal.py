@@ -80,10 +80,22 @@ async def test_nothing_is_noted_while_nobody_follows(folder: Path) -> None:
 async def test_lost_changes_make_the_next_answer_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder) as service:
         assert (await service.block_changes()).whole
-        monkeypatch.setattr(block_journal, "MOST_CHANGES", 4)
+        monkeypatch.setattr(block_journal, "MOST_BLOCKS", 4)
         await collect(service.generate(request(service, PROMPT, 2)))
         told = await service.block_changes()
         assert told.whole, "a reader must not think that it knows all"
+
+
+async def test_of_many_blocks_no_more_are_told_than_a_reader_remembers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_journal, "MOST_BLOCKS", 8)
+    async with serving(folder, kv_dir=str(tmp_path / "kv")) as service:
+        await collect(service.generate(request(service, PROMPT, 2)))
+        await service.flush()
+        assert len(blocks_of(service, PROMPT)) > 8
+        told = await service.block_changes(whole=True)
+        assert 0 < sum(len(one.blocks) for one in told.changes) <= 8
 
 
 async def test_tenants_have_no_block_in_common(folder: Path) -> None:

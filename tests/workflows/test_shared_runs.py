@@ -324,14 +324,25 @@ async def test_a_store_that_lost_an_acknowledged_entry_is_refused(benches: Bench
     assert first.state.state == "finished", "its own copy stays"
 
 
-async def test_a_deleted_run_is_gone_everywhere_and_leaves_one_record(benches: Benches) -> None:
+async def test_a_deleted_run_is_gone_everywhere_and_leaves_two_objects(benches: Benches) -> None:
     first = await benches.begin()
     second = await benches.at("two")
     await first.runs.delete("me", "r")
     await second.journals.refresh("run", "me", "r")
     with pytest.raises(NotFound):
         second.runs.get("me", "r")
-    assert len([name for name in benches.blobs.objects if name.startswith("runs/")]) == 1
+    assert len([name for name in benches.blobs.objects if name.startswith("runs/")]) == 2
+
+
+async def test_a_run_that_went_on_and_was_deleted_elsewhere_is_gone(benches: Benches) -> None:
+    first, second = await benches.begin(), await benches.at("two")
+    await first.work()
+    await first.runs.delete("me", "r")
+    with pytest.raises(Moved):
+        await second.journals.append(second.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
+    await second.journals.refresh("run", "me", "r")
+    with pytest.raises(NotFound):
+        second.runs.get("me", "r")
 
 
 async def test_runs_of_all_servers_are_listed_at_each_for_their_tenant(benches: Benches) -> None:
@@ -375,3 +386,72 @@ async def test_a_run_that_was_made_before_the_store_was_shared_is_put_there(benc
     ended = await first.work()
     second = await benches.at("two")
     assert second.state.ended == ended and second.state.nodes == first.state.nodes
+
+
+def numbers(bench: Bench) -> list[int]:
+    """Return the numbers of the run's entries at a server."""
+    return [entry.number for entry in bench.journals.find("run", "me", "r").entries]
+
+
+async def test_work_does_not_begin_on_a_copy_to_which_news_are_being_added(benches: Benches) -> None:
+    first, second = await benches.begin(), await benches.at("two")
+    await first.journals.append(first.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
+    stale = second.journals.find("run", "me", "r")
+    reading = asyncio.create_task(second.journals.refresh("run", "me", "r"))
+    await asyncio.sleep(0)
+    with pytest.raises(Moved):
+        async with second.journals.working(stale):
+            pass
+    await reading
+    second = await benches.at("two")
+    assert numbers(second) == numbers(first) == [1]
+
+
+async def test_an_entry_that_is_added_while_news_are_read_gets_no_number_twice(benches: Benches) -> None:
+    first, second = await benches.begin(), await benches.at("two")
+    await first.journals.append(first.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
+    stale = second.journals.find("run", "me", "r")
+    reading = asyncio.create_task(second.journals.refresh("run", "me", "r"))
+    await asyncio.sleep(0)
+    with pytest.raises(Moved):
+        await second.journals.append(stale, NodeEnded(key="y", state="done"))
+    await reading
+    second = await benches.at("two")
+    await second.journals.append(second.journals.find("run", "me", "r"), NodeEnded(key="y", state="done"))
+    first = await benches.at("one")
+    assert numbers(first) == numbers(second) == [1, 2]
+
+
+async def test_a_run_at_work_stays_known_however_many_others_are_looked_at(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_journals, "MOST_CHAINS", 2)
+    first = await benches.begin()
+    answer = first.answerer.answer
+
+    async def looking(*given: Any) -> Any:
+        for number in range(4):
+            await first.journals.refresh("run", "me", f"other-{number}")
+        return await answer(*given)
+
+    first.answerer.answer = looking  # type: ignore[method-assign]
+    ended = await first.work()
+    shared = first.journals.shared
+    assert shared is not None and len(shared._followed) <= 3
+    second = await benches.at("two")
+    assert second.state.ended == ended and second.state.state == "finished"
+
+
+async def test_a_copy_that_was_read_again_meanwhile_is_no_missing_run(benches: Benches) -> None:
+    first, second = await benches.begin(), await benches.at("two")
+    await first.journals.append(first.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
+    old, shared = second.journals.find("run", "me", "r"), second.journals.shared
+    assert shared is not None
+    shared.doubt(old.name)
+    await benches.at("two")
+    with pytest.raises(Moved):
+        await second.journals.append(old, NodeEnded(key="y", state="done"))
+    await first.runs.delete("me", "r")
+    await benches.at("two")
+    with pytest.raises(NotFound):
+        await second.journals.append(old, NodeEnded(key="y", state="done"))

@@ -47,7 +47,7 @@ from cairn.config.config import Config, limits_of
 from cairn.config.values import TenantLimits
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
-from cairn.router.services import Services
+from cairn.served_models.services import Services
 from cairn.system.disk_threads import on_disk_thread
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.metrics import AgentFigures

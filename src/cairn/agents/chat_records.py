@@ -15,7 +15,7 @@ from cairn.agents.log.index import RecordKind
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
-from cairn.router.services import Services
+from cairn.served_models.services import Services
 from cairn.text.chat.prompt import Sampled
 from cairn.types.errors import Unavailable
 from cairn.types.outputs import Done, FinishReason

@@ -133,6 +133,10 @@ def _encoded(value: Any) -> bytes:
     return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
 
 
+def _read_again(journal: Journal) -> Moved:
+    return Moved(f"{journal.record.room} {journal.id} was read again; send the request again", retry_after=1.0)
+
+
 class Journals:
     """All journals of one log."""
 
@@ -279,7 +283,7 @@ class Journals:
             await self.shared.begin(journal.name, journal.shared)
             try:
                 if self._journals.get(journal.name) is not journal:
-                    raise Moved(f"{journal.record.room} {journal.id} was read again; send the request again")
+                    raise _read_again(journal)
                 yield
             finally:
                 if not journal.gone:
@@ -336,6 +340,8 @@ class Journals:
             self.shared.doubt(journal.name)
 
     def _check_there(self, journal: Journal) -> None:
+        if journal.gone and journal.name in self._journals:
+            raise _read_again(journal)
         if journal.gone:
             raise NotFound(f"there is no {journal.record.room} {journal.id}", field="id")
 
@@ -394,7 +400,10 @@ class Journals:
             return
         news = await self.shared.news(name, here=here is not None)
         here = self._journals.get(name)
-        if not (news.changes or news.whole) or (here is not None and here.at_work):
+        if not (news.changes or news.whole):
+            return
+        if here is not None and here.at_work:  # it began while the news were read, and must not go on without them
+            self.shared.doubt(name)
             return
         try:
             if news.whole:

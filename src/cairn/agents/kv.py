@@ -24,7 +24,7 @@ from cairn.agents.request_contexts import (
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.frontend.service import Service
 from cairn.kv.tiers.store import Standing
-from cairn.router.services import Services
+from cairn.served_models.services import Services
 from cairn.types.errors import Conflict, Unavailable
 from cairn.types.model_spec import CHUNK_TOKENS
 from cairn.types.stats import ImportedKv, KvStats, Placed

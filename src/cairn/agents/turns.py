@@ -23,7 +23,7 @@ from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import PLAIN, RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
-from cairn.router.services import Services
+from cairn.served_models.services import Services
 from cairn.system.interfaces import Clock
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.grammar import ANYTHING, Wanted

@@ -50,7 +50,7 @@ from cairn.api.page import Page
 from cairn.api.tracing import Tracing
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.router.models import Models
+from cairn.served_models.models import Models
 from cairn.system.deadline import DEADLINE
 from cairn.system.interfaces import Rng
 from cairn.system.posix import FACTS, SystemRng

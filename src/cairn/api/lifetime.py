@@ -30,8 +30,8 @@ from cairn.frontend.sampling_defaults import described
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
 from cairn.models.hub.hub import DEMO
-from cairn.router.models import Models
-from cairn.router.served_model import ServedModel
+from cairn.served_models.models import Models
+from cairn.served_models.served_model import ServedModel
 from cairn.system.interfaces import Network
 from cairn.system.posix import FACTS, SystemClock, SystemFiles, SystemNetwork, SystemRng
 from cairn.system.stages import Stages, process_age

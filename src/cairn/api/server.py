@@ -22,7 +22,7 @@ from cairn.api.http.auth import Origins, check_exposure, check_tls
 from cairn.api.tracing import endpoint_of
 from cairn.config.config import Config
 from cairn.frontend.launch import ENDING
-from cairn.router.served_model import first_worker, served_models
+from cairn.served_models.served_model import first_worker, served_models
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
 from cairn.types.errors import ConfigError
 

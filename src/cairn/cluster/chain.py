@@ -1,6 +1,7 @@
 """The chain of one agent in a shared store: numbered records that nobody can write twice, and the lease in them.
 
     agents/NAME/0000000000, agents/NAME/0000000001, ...
+    agents/NAME/gone            the number of the record that deleted it, once those before are removed
 
 Journals of teams and workflow runs have chains of the same form, below `teams/` and `runs/`.
 
@@ -11,6 +12,9 @@ record before it. What is sealed under another name, changed, cut out or put out
 
 The number alone is the name. If the epoch were a part of it, a holder that lost the agent could still create records
 of its own epoch beside those of the next.
+
+When an agent is deleted, all records before the last are removed. A replica that had not read them all finds nothing
+under its next number, and could write there: `gone` tells it.
 
 No clock is needed for that. Whether a holder is alive (`beats.py`) only decides how soon another one may interrupt it.
 """
@@ -82,6 +86,7 @@ class AgentChain:
         self._blobs, self._keys, self._holder = blobs, keys, holder
         self._subject = f"{room} {id}"
         self._folder = f"{room}s/{keys.name(room.encode(), tenant.encode(), id.encode())}"
+        self._gone = f"{self._folder}/gone"
         self.tail = Tail()
 
     @property
@@ -92,19 +97,32 @@ class AgentChain:
     async def news(self) -> list[ChainRecord]:
         """Return the records beyond the known end, in order, and know them from now on.
 
-        Raise Damaged for a record that fails a check, Unavailable if the store does not answer. Then nothing is known
-        that was not before.
+        Where those that follow are removed, they begin with the one that deleted the agent. Raise Damaged for a record
+        that fails a check, Unavailable if the store does not answer. Then nothing is known that was not before.
         """
         tail, found = self.tail, list[ChainRecord]()
         try:
             first = tail.number + 1 if tail.number >= 0 else await self._first()
-            while (data := await self._blobs.read(self._name(first + len(found)))) is not None:
+            data = await self._blobs.read(self._name(first))
+            if data is None and await self._is_removed(tail.number + 1):
+                tail, first = Tail(), await self._first()
+                data = await self._blobs.read(self._name(first))
+            while data is not None:
                 record, tail = self._check(data, first + len(found), tail)
                 found.append(record)
+                data = await self._blobs.read(self._name(first + len(found)))
         except OSError as error:
             raise unavailable(error) from error
         self.tail = tail
         return found
+
+    async def _is_removed(self, number: int) -> bool:
+        """Return whether record `number` was there, and is removed because the agent is deleted. Raise OSError."""
+        if not number:
+            return False
+        data = await self._blobs.read(self._gone)
+        content = None if data is None else self._keys.open(self._gone, data)
+        return content is not None and int.from_bytes(content, "big") >= number
 
     async def _first(self) -> int:
         names = await self._blobs.list(self._folder)
@@ -147,7 +165,7 @@ class AgentChain:
         content = msgspec.msgpack.encode(record)
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
-            raise self._moved()
+            raise self.moved()
         self.tail = _after(record, content, tail)
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
@@ -164,7 +182,7 @@ class AgentChain:
     async def expect_no_news(self) -> None:
         """Raise Moved if others wrote since the chain was read: what the caller wants to write is out of date."""
         if await self.news():
-            raise self._moved()
+            raise self.moved()
 
     def check_free(self, alive: Callable[[str], bool]) -> None:
         """Raise Running while another replica that is `alive` runs a turn of the agent."""
@@ -178,7 +196,7 @@ class AgentChain:
         Raise Moved if another replica has interrupted it, Unavailable as `append` does.
         """
         if not self.mine or self.tail.running != turn:
-            raise self._moved()
+            raise self.moved()
         await self.append("ended", body)
 
     async def settle(self, since: int, body: bytes) -> None:
@@ -191,7 +209,8 @@ class AgentChain:
         if self.mine and self.tail.running and self.tail.since == since:
             await self.append("ended", body)
 
-    def _moved(self) -> Moved:
+    def moved(self) -> Moved:
+        """Return the error of a change that is out of date."""
         return Moved(f"another server has gone on with {self._subject}; send the request again", retry_after=1.0)
 
     async def _create(self, name: str, data: bytes) -> bool:
@@ -204,9 +223,12 @@ class AgentChain:
         raise AssertionError("unreachable")
 
     async def forget(self) -> None:
-        """Remove all records before the last one. Raise Unavailable if the store does not answer."""
+        """Remove all records before the last one, which deleted the agent. Raise Unavailable as `append` does."""
         try:
             last = self._name(self.tail.number)
+            data = self._keys.seal(self._gone, self.tail.number.to_bytes(8, "big"))
+            if not await self._blobs.create(self._gone, data):
+                await self._blobs.replace(self._gone, data)
             await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
         except OSError as error:
             raise unavailable(error) from error

@@ -7,11 +7,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cairn.cluster.blobs import Blobs
-from cairn.cluster.chunks import SharedChunks
 from cairn.cluster.feed import Feed
 from cairn.cluster.folder import FolderBlobs
 from cairn.cluster.guard import Guarded
 from cairn.cluster.keys import HINT, ClusterKeys, read_keys
+from cairn.cluster.shared_kv import SharedChunks
 from cairn.config.config import Config
 from cairn.config.paths import expanded
 from cairn.system.interfaces import Clock, FileSystem, Rng

@@ -29,11 +29,14 @@ FINE_BYTES = FINEST * 64
 DIGEST_BYTES = 8
 _CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
 """Marks that clients of Anthropic move from one message to the next, and that are no text."""
-_BRACKETS = b']" \t\r\n'
+TAIL_BYTES = 4096
+_CONTENT = re.compile(rb'[^][" \t\r\n]')
+_ENDS = b']" \t\r\n'
+"""Bytes at the end of a text that are not there any more once it goes on."""
 _EMPTY = msgspec.Raw(b"")
 
 
-class _PromptFields(msgspec.Struct):
+class PromptFields(msgspec.Struct):
     """The fields that a prompt's text comes from, unparsed."""
 
     model: msgspec.Raw = _EMPTY
@@ -45,7 +48,7 @@ class _PromptFields(msgspec.Struct):
     input: msgspec.Raw = _EMPTY
 
 
-_decoder = msgspec.json.Decoder(_PromptFields)
+_decoder = msgspec.json.Decoder(PromptFields)
 
 
 class TextPrefixes(NamedTuple):
@@ -73,22 +76,43 @@ def text_prefixes(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Tex
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return NO_PREFIXES  # refused elsewhere
-    last = bytes(found.messages) or bytes(found.prompt) or bytes(found.input)
-    if not last.strip(_BRACKETS + b"["):
-        return NO_PREFIXES
-    parts = [bytes(one) for one in (found.tools, found.system, found.instructions)]
-    text = b"\0".join([*parts, last.rstrip(_BRACKETS)])  # what goes on a list or a text follows here
+    return prefixes_of(headers, found)
+
+
+def prefixes_of(headers: Mapping[bytes, bytes], fields: PromptFields) -> TextPrefixes:
+    """Return the digests of the text in a body's fields; none without a text."""
+    text = bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input)
     if b'"cache_control"' in text:
         text = _CACHE_MARKS.sub(b"", text)
-    seed = hashlib.blake2b(b"\0".join([*(headers.get(name, b"") for name in KEY_HEADERS), bytes(found.model)]))
-    digest = hashlib.blake2b(key=seed.digest(), digest_size=DIGEST_BYTES)
+    size = _size(text)
+    if not size:
+        return NO_PREFIXES
+    # Of a long text every copy takes as long as half of its digests.
+    parts = [bytes(one) for one in (fields.tools, fields.system, fields.instructions)]
+    if any(parts):
+        head = b"\0".join([*parts, b""])
+        if b'"cache_control"' in head:
+            head = _CACHE_MARKS.sub(b"", head)
+        text, size = head + text, len(head) + size
+    seed = hashlib.sha256(b"\0".join([*(headers.get(name, b"") for name in KEY_HEADERS), bytes(fields.model)]))
+    digest = hashlib.sha256(seed.digest())
     digests, ends, view, at = list[int](), list[int](), memoryview(text), 0
-    for end in places(len(text)):
+    for end in places(size):
         digest.update(view[at:end])
-        digests.append(int.from_bytes(digest.digest(), "big"))
+        digests.append(int.from_bytes(digest.digest()[:DIGEST_BYTES], "big"))
         ends.append(end)
         at = end
     return TextPrefixes(tuple(digests), tuple(ends))
+
+
+def _size(text: bytes) -> int:
+    """Return the length of a text up to its closing brackets and quotes; 0 for an empty list or text."""
+    if _CONTENT.search(text) is None:
+        return 0
+    end = len(text)
+    while not (piece := text[max(0, end - TAIL_BYTES) : end].rstrip(_ENDS)):
+        end -= TAIL_BYTES
+    return max(0, end - TAIL_BYTES) + len(piece)
 
 
 def places(size: int) -> Iterator[int]:

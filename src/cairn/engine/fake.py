@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.sampling import sample
-from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.models.files import reading
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
 from cairn.types.request import Adapters, SamplingParams

@@ -46,7 +46,7 @@ from cairn.kernels import devices
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
-from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.models.adapters.adapter import AdapterWeights
 from cairn.models.families.families import FAMILIES
 from cairn.models.families.value_range import fits_half, reach

@@ -2,7 +2,7 @@
 
 A row's result depends on its own numbers alone, and its randomness is a hash of (seed, choice, position). So a request
 gets the same tokens, bit for bit, alone and in any batch, and requests with any options can share a batch. How a token
-is drawn from a line of logits, with temperature, top-k and the rest, is defined in `kernels.vocabulary`. Logits stay
+is drawn from a line of logits, with temperature, top-k and the rest, is defined in `kernels.sampling`. Logits stay
 there; only the sampler's choices come here. Log-probabilities are those of the raw distribution, before a grammar,
 bias, penalties, temperature and filters.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cairn.kernels.extras import choose
-from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Line, Sampler, TokenChoice
+from cairn.kernels.sampling import GREEDY_BELOW, NUMPY, ONE, Line, Sampler, TokenChoice
 from cairn.types.errors import NOTHING_LEFT, TOO_COMPLEX
 from cairn.types.outputs import TokenLogprob
 from cairn.types.step import Row, RowResult

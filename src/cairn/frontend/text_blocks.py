@@ -15,7 +15,7 @@ def text_blocks(service: Service, request: Request, prefixes: TextPrefixes) -> l
     """Return (text, block, tokens) for the beginnings of a request's text that fill at least one block.
 
     Tokens are taken to be spread evenly over the text, so the block is that of about the same place. Empty for a model
-    without full attention: where its KV can be used again depends on its snapshots. Takes about a microsecond a token.
+    without full attention: where its KV can be used again depends on its snapshots. Takes about 0.1 us a token.
     """
     info = service.base.info if isinstance(service, AdaptedService) else service.info
     size, groups = info.layout.block_tokens, info.layout.groups

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.effects import effect, effects_of, parameters_of
 from cairn.kernels.program import KernelCall, Program
+from cairn.kernels.sampling import Sampler
 from cairn.kernels.storage import Array as Array
 from cairn.kernels.storage import Storage
-from cairn.kernels.vocabulary import Sampler
 from cairn.types.model_spec import RopeScaling
 
 Matrix = Any

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from cairn.config.paths import home
 from cairn.kernels import native
 from cairn.kernels.base import Kernels
-from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import ConfigError, ModelError
@@ -206,11 +206,9 @@ class TileChoice:
         temporary = path.with_name(f"{path.name}.{self._rng.bits64():x}")
         file = self._files.open(temporary, "create")
         try:
-            file.append(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-            file.sync()
-        finally:
-            file.close()
-        try:
+            with contextlib.closing(file):
+                file.append(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+                file.sync()
             self._files.link(temporary, path)
         except FileExistsError:
             if (first := self._read(path)) is not None:

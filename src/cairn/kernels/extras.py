@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.vocabulary import (
+from cairn.kernels.sampling import (
     GREEDY_BELOW,
     Floats,
     Ids,

@@ -33,8 +33,8 @@ from cairn.kernels.paged import SPAN, attend, softcap
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
+from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.kernels.storage import HostStorage
-from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.types.model_spec import RopeScaling
 
 VERSION = "reference-2"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.vocabulary import GREEDY_BELOW, Line, TokenChoice, divisor, logits_of, lowest
+from cairn.kernels.sampling import GREEDY_BELOW, Line, TokenChoice, divisor, logits_of, lowest
 from cairn.types.request import SamplingExtras
 
 Floats = NDArray[np.float32]

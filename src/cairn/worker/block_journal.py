@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,8 +15,9 @@ from cairn.kv.tiers.tiers import Tiers
 from cairn.types.stats import BlockChange, BlockChanges, Medium
 from cairn.worker import wire
 
-MOST_CHANGES = 1 << 17
-"""Changes that wait for the next question. With more of them its answer is the whole again."""
+MOST_BLOCKS = 1 << 18
+"""Blocks that wait for the next question, and what a router remembers. With more of them its answer is the whole again,
+and of a whole those beyond are not told: what a large disk has would fill a frame, and be decoded on an event loop."""
 MOST_JOINED = 256
 """Blocks of one change that further ones are joined to."""
 _MEDIUM: dict[TierName, Medium] = {"ram": "CPU", "disk": "DISK"}
@@ -29,8 +30,11 @@ class BlockJournal:
         self._channel = channel
         self._pool, self._tiers = cache.leading_pool, tiers
         self._block_tokens = cache.info.block_tokens
-        self._changes: deque[BlockChange] = deque()
-        """Appended to by any thread."""
+        self._changes = list[BlockChange]()
+        self._blocks = 0
+        """Blocks in `_changes`."""
+        self._lock = threading.Lock()
+        """Held to touch both: any thread notes changes."""
         self._follows = self._lost = False
 
     def take(self, ask: wire.KVQuery) -> None:
@@ -47,10 +51,9 @@ class BlockJournal:
             self._stop()
             self._follows = True
             self._watch()
-            self._lost = False  # beyond `MOST_CHANGES` the others are not told
+            self._lost = False  # beyond `MOST_BLOCKS` the others are not told
         found = list[BlockChange]()
-        while self._changes:
-            one = self._changes.popleft()
+        for one in self._take_all():
             if found and _goes_on(found[-1], one):
                 last = found.pop()
                 one = BlockChange(one.medium, last.blocks + one.blocks, True, last.parent)
@@ -63,7 +66,13 @@ class BlockJournal:
             self._pool.watch = None
         if self._tiers is not None:
             self._tiers.watch(None)
-        self._changes.clear()
+        self._take_all()
+
+    def _take_all(self) -> Sequence[BlockChange]:
+        """Return the changes that wait, and keep none of them."""
+        with self._lock:
+            taken, self._changes, self._blocks = self._changes, [], 0
+        return taken
 
     def _watch(self) -> None:
         if self._pool is not None:
@@ -88,10 +97,12 @@ class BlockJournal:
         return note
 
     def _note(self, change: BlockChange) -> None:
-        if len(self._changes) < MOST_CHANGES:
-            self._changes.append(change)
-        else:
-            self._lost = True
+        with self._lock:
+            if self._blocks + len(change.blocks) <= MOST_BLOCKS:
+                self._changes.append(change)
+                self._blocks += len(change.blocks)
+            else:
+                self._lost = True
 
 
 def _goes_on(before: BlockChange, after: BlockChange) -> bool:

@@ -16,7 +16,7 @@ from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore
 from cairn.system.posix import SystemClock
 from cairn.text.chat.prompt import Sampled
-from cairn.text.chat.replay import AnswerIdentity, told_after, told_of
+from cairn.text.chat.replay import AnswerIdentity, answer_of, conversation_digests, digest_after
 from cairn.types.errors import Unavailable
 from tests.cluster.stores import MemoryBlobs, keys
 from tests.cluster.test_keys import tampered
@@ -28,12 +28,12 @@ def server(blobs: MemoryBlobs, number: int) -> SharedReplays:
     return SharedReplays(SharedStore(Guarded(blobs, SystemClock()), keys(number * 1000)))
 
 
-def sampled(told: bytes, *ids: int) -> Sampled:
-    return Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), list(ids), 1, told)
+def sampled(digest: bytes, *ids: int) -> Sampled:
+    return Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), list(ids), 1, digest)
 
 
 def listed(found: Iterable[Sampled]) -> list[tuple[bytes, list[int]]]:
-    return [(one.told, [*one.ids]) for one in found]
+    return [(one.conversation_digest, [*one.ids]) for one in found]
 
 
 async def kept(blobs: MemoryBlobs, *records: Sampled, agent: str = "") -> SharedReplays:
@@ -75,21 +75,21 @@ async def test_what_was_changed_or_moved_is_not_there() -> None:
 async def test_a_conversation_that_no_server_knows_is_asked_for_once_and_not_to_its_beginning() -> None:
     blobs = MemoryBlobs()
     one = server(blobs, 1)
-    told = [b"%d" % number for number in range(100)]
-    assert await one.find("default", [], MODEL, told) == []
+    digests = [b"%d" % number for number in range(100)]
+    assert await one.find("default", [], MODEL, digests) == []
     assert blobs.calls == AT_ONCE
-    assert await one.find("default", [], MODEL, told) == []
+    assert await one.find("default", [], MODEL, digests) == []
     assert blobs.calls == AT_ONCE
 
 
 async def test_a_whole_conversation_is_found_and_what_was_kept_here_is_not_asked_for() -> None:
     blobs = MemoryBlobs()
-    told = [b"%d" % number for number in range(20)]
-    one = await kept(blobs, *(sampled(digest, number) for number, digest in enumerate(told)))
+    digests = [b"%d" % number for number in range(20)]
+    one = await kept(blobs, *(sampled(digest, number) for number, digest in enumerate(digests)))
     before = blobs.calls
-    assert await one.find("default", [], MODEL, told) == [] and blobs.calls == before
-    found = await server(blobs, 2).find("default", [], MODEL, told)
-    assert sorted(listed(found)) == sorted((digest, [number]) for number, digest in enumerate(told))
+    assert await one.find("default", [], MODEL, digests) == [] and blobs.calls == before
+    found = await server(blobs, 2).find("default", [], MODEL, digests)
+    assert sorted(listed(found)) == sorted((digest, [number]) for number, digest in enumerate(digests))
 
 
 async def test_a_store_that_is_dead_or_slow_costs_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,25 @@ async def test_no_more_wait_to_be_written_than_the_limit() -> None:
     assert len(blobs.objects) == shared_replays.MOST_WAITING
 
 
+async def test_what_was_kept_in_no_agents_name_is_found_beside_what_was_in_one() -> None:
+    blobs = MemoryBlobs()
+    await kept(blobs, sampled(b"a", 1))  # before the session had an account
+    await kept(blobs, sampled(b"b", 2), agent="old")
+    await kept(blobs, sampled(b"c", 3), agent="ada")
+    found = await server(blobs, 2).find("default", ["ada", "old"], MODEL, [b"a", b"b", b"c"])
+    assert sorted(listed(found)) == [(b"a", [1]), (b"b", [2]), (b"c", [3])]
+
+
+async def test_a_conversation_that_another_tenant_has_too_is_looked_up() -> None:
+    blobs = MemoryBlobs()
+    first = server(blobs, 1)
+    first.keep("me", "", MODEL, sampled(b"a", 1))
+    await first.written(10)
+    second = await kept(blobs, sampled(b"a", 2))
+    assert await second.find("you", [], MODEL, [b"a"]) == []
+    assert listed(await second.find("me", [], MODEL, [b"a"])) == [(b"a", [1])]
+
+
 async def test_they_go_with_their_agent() -> None:
     blobs = MemoryBlobs()
     one = await kept(blobs, sampled(b"a", 1), sampled(b"b", 2), agent="ada")
@@ -140,17 +159,18 @@ def test_a_conversation_is_recognised_by_what_its_client_sees() -> None:
     before = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
     answer = {"role": "assistant", "content": "This.", "reasoning_content": "Hm.", "tool_calls": [call]}
     again = {"role": "assistant", "content": "This.", "tool_calls": [same]}
-    assert told_of([*before, answer]) == told_of([*before, again])
-    assert told_of([*before, answer])[-1] != told_of([before[1], answer])[-1]
-    assert told_of([*before, {"role": "assistant", "content": "That."}])[-1] != told_of([*before, again])[-1]
+    assert conversation_digests([*before, answer]) == conversation_digests([*before, again])
+    assert conversation_digests([*before, answer])[-1] != conversation_digests([before[1], answer])[-1]
+    assert (
+        conversation_digests([*before, {"role": "assistant", "content": "That."}])[-1]
+        != conversation_digests([*before, again])[-1]
+    )
     bare = {"role": "assistant", "content": "This."}
-    visible = AnswerIdentity(told_identity(bare), "")
-    assert told_after(told_of(before)[-1], visible) == told_of([*before, bare])[-1]
+    visible = AnswerIdentity(visible_of(bare), "")
+    assert digest_after(conversation_digests(before)[-1], visible) == conversation_digests([*before, bare])[-1]
 
 
-def told_identity(message: dict[str, str]) -> bytes:
-    from cairn.text.chat.replay import answer_of
-
+def visible_of(message: dict[str, str]) -> bytes:
     found = answer_of(message)
     assert found is not None
     return found.visible

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -238,12 +239,29 @@ async def test_nothing_is_done_while_nobody_follows(folder: Path, monkeypatch: p
         async with asyncio.timeout(60):
             while web.app._kv._task is not None:
                 await asyncio.sleep(0.02)
+        assert not web.app._kv._feed._events, "nobody can be sent them any more"
         named.clear()
         await ask(http, STORY + "y")
         assert not named
         async with reading(http, after=reader.last) as again:
             await again.until_held(STORY + "x")
             assert again.cleared == 1, "what changed meanwhile was not noted, so all is told"
+
+
+async def test_a_long_text_is_digested_on_a_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "INLINE_BYTES", 100)
+    monkeypatch.setattr(kv_events, "INLINE", 10)
+    threads = []
+
+    def recorded(*given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return text_prefixes(*given)
+
+    monkeypatch.setattr(kv_events, "text_prefixes", recorded)
+    async with home(folder) as (_, http), reading(http) as reader:
+        await ask(http, STORY)
+        await reader.until_held(STORY)
+        assert cached(reader, STORY) and threads and threading.get_ident() not in threads
 
 
 async def test_a_place_that_is_none_is_a_new_reader_and_a_long_one_an_error(folder: Path) -> None:

@@ -296,3 +296,22 @@ async def test_figures_are_shown() -> None:
         for line in ("cairn_router_kv_snapshots_total 1", "cairn_router_kv_hits_total 0", "cairn_router_kv_texts 0"):
             assert line in text
         assert f'cairn_router_replica_kv_blocks{{replica="{listed["url"]}"}} 1' in text
+
+
+async def test_what_a_replica_had_told_when_it_went_away_is_not_taken_afterwards() -> None:
+    """Its last events may still be on their way when a request finds it gone."""
+    replicas = Replicas(["http://127.0.0.1:1"], "kv")
+    (replica,) = replicas.all
+    replica.up = replica.held.follows = True
+    events = [event(1, batch(stored(1))) + event(2, batch(stored(2))), event(3, batch(stored(3))), b""]
+
+    class Late:
+        async def read(self) -> bytes:
+            if len(events) == 2:
+                assert [*replica.held.blocks] == [1, 2]
+                replicas.failed(replica)
+            return events.pop(0)
+
+    late: Any = Late()
+    await KvFollowers(replicas)._read(replica, late)
+    assert not replica.held.blocks and not replica.held.position

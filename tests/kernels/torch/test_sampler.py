@@ -14,10 +14,10 @@ import torch
 
 from cairn.kernels import extras as extras_of
 from cairn.kernels.extras import cuts_top
+from cairn.kernels.sampling import NUMPY, Line
+from cairn.kernels.sampling import weigh as weigh_on_host
 from cairn.kernels.torch import sampler as sampler_of
 from cairn.kernels.torch.sampler import TorchSampler, weigh
-from cairn.kernels.vocabulary import NUMPY, Line
-from cairn.kernels.vocabulary import weigh as weigh_on_host
 from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
 from tests.laws.sampling import line_of, lines_of_logits, random_extras, random_mask, random_row

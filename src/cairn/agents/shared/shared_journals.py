@@ -115,6 +115,19 @@ class _FollowedJournal:
         """Entries to write, and who waits for them; nobody for a note, which goes with the next entry."""
         self.flushing: asyncio.Task[None] | None = None
 
+    @property
+    def needed(self) -> bool:
+        """Whether it must not be forgotten: something is being read or written, or this server works on the journal."""
+        at_work = self.chain.mine and self.chain.tail.running
+        return bool(self.lock.locked() or self.waiting or at_work)
+
+    def refuse_waiting(self) -> None:
+        """Refuse the entries that wait: they have numbers from before the news. Notes are in the next whole copy."""
+        waiting, self.waiting = self.waiting, []
+        for _, written in waiting:
+            if written is not None and not written.done():
+                written.set_exception(self.chain.moved())
+
 
 class SharedJournals:
     """The chains of a server's journals. Runs on the event loop."""
@@ -146,7 +159,7 @@ class SharedJournals:
             found = self._followed[name] = _FollowedJournal(self._chain(name))
         self._followed.move_to_end(name)
         if len(self._followed) > MOST_CHAINS:
-            idle = (key for key, one in self._followed.items() if not (one.lock.locked() or one.waiting))
+            idle = (key for key, one in self._followed.items() if not one.needed)
             if (oldest := next(idle, None)) is not None and oldest != name:
                 del self._followed[oldest]
         return found
@@ -178,14 +191,17 @@ class SharedJournals:
             if followed.known:
                 records = await followed.chain.news()
                 if records:
-                    followed.waiting = [one for one in followed.waiting if one[1] is not None]
+                    followed.refuse_waiting()
                 if not any(record.kind in ("made", "gone") for record in records):
                     return JournalNews(False, _changes(records))
             followed.known, followed.chain = False, self._chain(name)
             records = await followed.chain.news()
             changes = _changes(records)
             followed.known = True
-            followed.waiting = [one for one in followed.waiting if one[1] is not None]
+            if records:
+                followed.refuse_waiting()
+            else:  # the whole copy, which goes there first, has the notes
+                followed.waiting = [one for one in followed.waiting if one[1] is not None]
             return JournalNews(True, changes)
 
     def doubt(self, name: JournalName) -> None:

@@ -18,7 +18,7 @@ from cairn.api.http.call import HTTPCall, query
 from cairn.api.http.routes import Route
 from cairn.frontend.adapters import ServedAdapter, ServedAdapters
 from cairn.frontend.service import Service
-from cairn.router.served_model import ServedModel
+from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import InvalidRequest
 
 

@@ -5,7 +5,7 @@
     texts   a `TextBlocks`: which block ends where the text of a request ends, for routers that have no tokenizer
 
 Events are numbered. A reader that comes back with Last-Event-ID, or `?after=`, gets those that it missed. Where they
-are no longer kept, and for a new reader, all blocks are told again, to everybody. The events are of all tenants, so
+are no longer kept, and for a new reader, all blocks are sent again, to everybody. The events are of all tenants, so
 the route needs the admin key; no event has a token or a text.
 """
 
@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall, Watch, encode, query
@@ -54,12 +54,16 @@ MOST_TEXTS = 1 << 16
 PIECE = 512
 """Changes, or texts, in one event."""
 AGAIN = 2.0
-"""Seconds between two times that all blocks are told, at least."""
+"""Seconds between two times that all blocks are sent, at least."""
 MOST_READERS = 8
 MOST_SILENCE = 15.0
 """Seconds after which something is sent, if only a comment: a router takes a longer silence for a lost connection."""
 INLINE = 4096
-"""Tokens of a prompt whose blocks are named on the event loop; those of longer ones on a thread."""
+"""Tokens of a prompt whose blocks are looked for on the event loop; those of longer ones on a thread."""
+INLINE_BYTES = 1 << 18
+"""Bytes of a body whose text is digested on the event loop, in half a millisecond; longer ones on a thread."""
+
+T = TypeVar("T")
 
 
 class _Numbered(NamedTuple):
@@ -76,21 +80,21 @@ class BlockFeed:
         self.epoch = f"{state.rng.bits64():016x}"
         """Unique to this feed: numbers of another one are not valid here."""
         self.last = 0
-        self.wholes = self.told_at = 0
-        """How often all blocks were told, and the number of the event before those that told them last."""
-        self.wanted = True
-        """Whether all blocks are to be told."""
+        self.snapshots = self.snapshot_from = 0
+        """How often all blocks were sent, and the number of the event before the last such events."""
+        self.snapshot_due = True
+        """Whether all blocks are to be sent again."""
         self._events: deque[_Numbered] = deque()
         self._bytes = 0
         self._texts: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Text -> its block and tokens."""
         self._news: list[tuple[int, int, int]] = []
         self._services: list[Service] = []
-        """Those whose blocks were told."""
-        self._told = self._left = float("-inf")
-        self._naming: set[asyncio.Task[None]] = set()
+        """Those whose blocks were sent."""
+        self._snapshot_time = self._left = float("-inf")
+        self._digesting: set[asyncio.Task[Any]] = set()
 
-    # -------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------- events
 
     async def run(self) -> None:
         """Ask the workers now and then, until nobody has followed for a while or the server ends."""
@@ -104,7 +108,7 @@ class BlockFeed:
                 elif now - self._left > GRACE:
                     break
                 before = self.last
-                await self._look(now)
+                await self._ask_workers(now)
                 for reader in self.readers if self.last > before else ():
                     reader.wake()
                 await asyncio.sleep(TICK)
@@ -113,49 +117,48 @@ class BlockFeed:
                 with contextlib.suppress(CairnError):
                     await service.unfollow_blocks()
             self._services = []
+            self._events.clear()  # all blocks are told again to whoever comes next
+            self._bytes = 0
 
-    async def _look(self, now: float) -> None:
+    async def _ask_workers(self, now: float) -> None:
         """Add events for what changed since the last look; for everything, where that is wanted and due."""
         models = self._state.models
         services = [] if models is None else [one for one in models.services if one.spec.kind == "chat"]
-        whole = self.wanted or services != self._services
-        if whole and now - self._told < AGAIN:
+        whole = self.snapshot_due or services != self._services
+        if whole and now - self._snapshot_time < AGAIN:
             return
         answers = []
         for service in services:
             with contextlib.suppress(CairnError):  # its worker is being replaced: the next one tells all
                 answers.append((service, await service.block_changes(whole=whole)))
         if not whole and (len(answers) < len(services) or any(one.whole for _, one in answers)):
-            self.wanted = True  # a worker that was replaced has other blocks, and nothing says which are gone
+            self.snapshot_due = True  # a worker that was replaced has other blocks, and nothing says which are gone
             return
         changes = [change for _, one in answers for change in one.changes]
         if whole:
-            self.wanted = len(answers) < len(services)
-            self._services, self._told = services, now
+            self.snapshot_due = len(answers) < len(services)
+            self._services, self._snapshot_time = services, now
             self._news = [(text, *of) for text, of in self._texts.items()]
         first = self.last
-        await self._tell(changes, services, cleared=whole)
+        await self._add_changes(changes, services, cleared=whole)
         news, self._news = self._news, []
         for at in range(0, len(news), PIECE):
             self._add(TEXTS_EVENT, TextBlocks(news[at : at + PIECE]))
         if whole:
-            self.wholes, self.told_at = self.wholes + 1, first
+            self.snapshots, self.snapshot_from = self.snapshots + 1, first
 
-    async def _tell(self, changes: Sequence[BlockChange], services: Sequence[Service], *, cleared: bool) -> None:
+    async def _add_changes(self, changes: Sequence[BlockChange], services: Sequence[Service], *, cleared: bool) -> None:
         """Add events for changes. Of more than are kept for readers the last ones are left out."""
         size = services[0].info.layout.block_tokens if services else 0
         seconds = self._state.clock.time_ns() / 1e9
-        events: list[KVEvent] = [AllBlocksCleared()] if cleared else []
-        for one in changes:
-            if one.stored:
-                events.append(BlockStored(list(one.blocks), one.parent, [], size, medium=one.medium))
-            else:
-                events.append(BlockRemoved(list(one.blocks), one.medium))
+        first: list[KVEvent] = [AllBlocksCleared()] if cleared else []
         added = 0
-        for at in range(0, len(events), PIECE):
-            added += self._add(EVENT, KVEventBatch(seconds, events[at : at + PIECE]))
+        for at in range(0, max(len(changes), len(first)), PIECE):
+            events = [_event(one, size) for one in changes[at : at + PIECE]]
+            added += self._add(EVENT, KVEventBatch(seconds, first + events))
+            first = []
             if added > KEPT_BYTES // 2:
-                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(events))
+                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(changes))
                 return
             await asyncio.sleep(0)
 
@@ -189,23 +192,36 @@ class BlockFeed:
 
     # ---------------------------------------------------------------------------------------------------------- texts
 
-    def hear(self, call: HTTPCall, body: bytes) -> None:
-        """Take the text of a call's body, and ask for its prompt."""
-        prefixes = text_prefixes(call.path, dict(call.scope["headers"]), body)
-        if prefixes.digests:
-            call.on_prompt = partial(self._name, prefixes)
+    def add_text(self, call: HTTPCall, body: bytes) -> None:
+        """Digest the text of a call's body, for when its prompt is known."""
+        headers = dict(call.scope["headers"])
+        if len(body) > INLINE_BYTES:
+            coming = self._start(asyncio.to_thread(text_prefixes, call.path, headers, body))
+            call.on_prompt = partial(self._add_long, coming)
+        elif (prefixes := text_prefixes(call.path, headers, body)).digests:
+            call.on_prompt = partial(self._add_blocks, prefixes)
 
-    def _name(self, prefixes: TextPrefixes, service: Service, request: Request) -> None:
+    def _add_blocks(self, prefixes: TextPrefixes, service: Service, request: Request) -> None:
         """Note which blocks the beginnings of a prompt's text have."""
         if len(request.prompt) <= INLINE:
             self._note(text_blocks(service, request, prefixes))
         else:
-            task = asyncio.create_task(self._name_later(prefixes, service, request))
-            self._naming.add(task)
-            task.add_done_callback(self._naming.discard)
+            self._start(self._add_later(prefixes, service, request))
 
-    async def _name_later(self, prefixes: TextPrefixes, service: Service, request: Request) -> None:
+    def _add_long(self, coming: asyncio.Task[TextPrefixes], service: Service, request: Request) -> None:
+        async def add() -> None:
+            await self._add_later(await coming, service, request)
+
+        self._start(add())
+
+    async def _add_later(self, prefixes: TextPrefixes, service: Service, request: Request) -> None:
         self._note(await asyncio.to_thread(text_blocks, service, request, prefixes))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._digesting.add(task)
+        task.add_done_callback(self._digesting.discard)
+        return task
 
     def _note(self, found: Sequence[tuple[int, int, int]]) -> None:
         for text, block, tokens in found:
@@ -216,6 +232,12 @@ class BlockFeed:
         while len(self._texts) > MOST_TEXTS:
             self._texts.popitem(last=False)
         del self._news[:-MOST_TEXTS]
+
+
+def _event(change: BlockChange, block_tokens: int) -> KVEvent:
+    if change.stored:
+        return BlockStored(list(change.blocks), change.parent, [], block_tokens, medium=change.medium)
+    return BlockRemoved(list(change.blocks), change.medium)
 
 
 class BlockEvents:
@@ -235,7 +257,7 @@ class BlockEvents:
     def attend(self, call: HTTPCall) -> None:
         """Have the text of a call noted, if anybody follows."""
         if self._task is not None:
-            call.on_body = self._feed.hear
+            call.on_body = self._feed.add_text
 
     async def follow(self, call: HTTPCall, service: Service) -> None:
         """Stream which KV blocks this server has, in vLLM's words. It begins with all, or after the event `after`."""
@@ -263,13 +285,13 @@ class BlockEvents:
             del feed.readers[waker]
 
     async def _send(self, call: HTTPCall, waker: Waker, at: int | None) -> None:
-        feed, seen = self._feed, self._feed.wholes
+        feed, seen = self._feed, self._feed.snapshots
         while self._task is not None:
             if at is not None and not feed.keeps(at):
-                at, seen = None, feed.wholes
-            if at is None and feed.wholes > seen:
-                at = feed.told_at
-            feed.wanted |= at is None
+                at, seen = None, feed.snapshots
+            if at is None and feed.snapshots > seen:
+                at = feed.snapshot_from
+            feed.snapshot_due |= at is None
             if at is not None and (data := feed.read(at)):
                 at = feed.last
                 await call.write(data)

@@ -23,7 +23,7 @@ from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
 from cairn.frontend.service import DRAINED, Service
-from cairn.router.served_model import ServedModel
+from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import Forbidden, InvalidRequest
 
 MOST_GRACE = 3600.0

@@ -24,8 +24,8 @@ from cairn.frontend.requests import sampling_params
 from cairn.frontend.sampling_defaults import sampling_defaults
 from cairn.frontend.sampling_extras import ORDERS
 from cairn.frontend.service import Service
-from cairn.router import model_health
-from cairn.router.served_model import LoadedModel, ServedModel
+from cairn.served_models import model_health
+from cairn.served_models.served_model import LoadedModel, ServedModel
 from cairn.system.metrics import CONTENT_TYPE, ServerMetrics
 from cairn.types.errors import NotFound
 from cairn.types.stats import Swept

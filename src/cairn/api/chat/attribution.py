@@ -21,7 +21,7 @@ from cairn.agents.turn_tree import Agent
 from cairn.api.chat.schemas import Generation
 from cairn.api.http.auth import AGENT
 from cairn.api.http.call import HTTPCall
-from cairn.text.chat.prompt import Recall, Sampled
+from cairn.text.chat.prompt import FindSampled, Sampled
 from cairn.types.errors import Conflict, Damaged, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.types.outputs import Done, Timing
 from cairn.types.request import Request
@@ -96,7 +96,7 @@ class AgentAttribution:
         """Note that agents were asked for and cannot be opened now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
-    def recall(self, call: HTTPCall, body: Generation) -> Recall | None:
+    def find_sampled(self, call: HTTPCall, body: Generation) -> FindSampled | None:
         """Return a function that finds what other servers sampled in a conversation; None without a shared store."""
         replays = None if self.agents is None else self.agents.chats.shared
         if replays is None:

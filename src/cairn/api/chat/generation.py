@@ -26,7 +26,7 @@ from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
-from cairn.text.chat.prompt import RESERVED, Prompt, Recall
+from cairn.text.chat.prompt import RESERVED, FindSampled, Prompt
 from cairn.text.tokens import length
 from cairn.types.errors import InvalidRequest, UnknownModel
 from cairn.types.request import OutputFormat, Request
@@ -136,7 +136,7 @@ async def chat_exchange(
     `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
     with rename_fields(names):
-        prompt = await chat_prompt(call, service, config, body, attribution.recall(call, body))
+        prompt = await chat_prompt(call, service, config, body, attribution.find_sampled(call, body))
         store = is_stored(body.store, config)
         options = await with_prediction(call, service, body, body.chat_options())
         made = service.make_requests(
@@ -159,7 +159,7 @@ async def chat_exchange(
         call.on_prompt(service, made[0])
     tied = await attribution.tie(call, body, store=store)
     origin = describe_prompt(plain_messages(body.messages), store=store)
-    keep = _keeper(tied, service, call.tenant, prompt.told)
+    keep = _keeper(tied, service, call.tenant, prompt.conversation_digest)
     exchange = _exchange(service, made, tied, adapter, origin, keep)
     exchange.names, exchange.warnings = names, prompt.warnings
     return exchange
@@ -230,18 +230,20 @@ def _exchange(
 
 
 def _keeper(
-    tied: Attribution | None, service: Service | None = None, tenant: str = "", told: bytes = b""
+    tied: Attribution | None, service: Service | None = None, tenant: str = "", conversation_digest: bytes = b""
 ) -> Callable[[ChoiceStream], None]:
     """Return a function that records an answer's cost.
 
-    With a `service`, it also keeps a chat's exact tokens, for when the answer comes back as history. `told` is
-    `Prompt.told` of the chat.
+    With a `service`, it also keeps a chat's exact tokens, for when the answer comes back as history.
+    `conversation_digest` is that of its prompt.
     """
 
     def keep(choice: ChoiceStream) -> None:
         sampled = None
         if service is not None:
-            sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message(), told)
+            sampled = service.chat.remember(
+                tenant, choice.request.prompt, choice.tokens, choice.said.message(), conversation_digest
+            )
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, sampled)
 
@@ -249,7 +251,7 @@ def _keeper(
 
 
 async def chat_prompt(
-    call: HTTPCall, service: Service, config: Config, body: ChatBody, recall: Recall | None = None
+    call: HTTPCall, service: Service, config: Config, body: ChatBody, find_sampled: FindSampled | None = None
 ) -> Prompt:
     """Check a chat and return its prompt. `recall` is asked for answers that another server sampled."""
     check_generation(body, config)
@@ -270,7 +272,7 @@ async def chat_prompt(
         share=call.share,
         template_args=body.template_args(service.chat.mentions),
         wanted=body.wanted(),
-        recall=recall,
+        find_sampled=find_sampled,
     )
 
 

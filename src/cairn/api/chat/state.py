@@ -13,7 +13,7 @@ from cairn.api.http.limits import RateLimits
 from cairn.api.http.quotas import Quotas
 from cairn.api.http.reload import Reload
 from cairn.config.config import Config, limits_of
-from cairn.router.models import Models
+from cairn.served_models.models import Models
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemClock
 from cairn.types.errors import Unavailable

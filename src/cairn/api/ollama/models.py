@@ -31,7 +31,7 @@ from cairn.models.hub import hub
 from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.hub.snapshots import Progress
-from cairn.router.served_model import ServedModel
+from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import (
     CairnError,
     Cancelled,

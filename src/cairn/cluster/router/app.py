@@ -38,7 +38,7 @@ from cairn.cluster.router.calls import (
 )
 from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
-from cairn.cluster.router.keys import RUN_HEADER, RUNS_PATH, Asked, last_part
+from cairn.cluster.router.keys import RUN_HEADER, RUNS_PATH, RoutedRequest, last_part, read_request
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Choice, Destination, Replica, Replicas, Restart
@@ -104,7 +104,8 @@ class RouterApp:
             if scope["method"] == "GET" and path in LISTS:
                 await self._list(scope, path, send)
                 return
-            await Passing(self, scope, receive, send, body).run()
+            request = await read_request(scope, body, by_kv=self.replicas.by_kv)
+            await Passing(self, scope, receive, send, body, request).run()
         except (ClientLeft, asyncio.CancelledError):  # cancelled: the router ends, and has waited long enough
             return
 
@@ -116,9 +117,9 @@ class RouterApp:
                 if len(self._where) > MOST_NAMES:
                     self._where.popitem(last=False)
 
-    def answered(self, asked: Asked) -> Replica | None:
+    def answered(self, request: RoutedRequest) -> Replica | None:
         """Return the replica that has what a request is about, if this router passed its answer on."""
-        for id in asked.belongs_to:
+        for id in request.belongs_to:
             replica = self._where.get(id)
             if replica is not None and replica.up:
                 return replica
@@ -220,7 +221,9 @@ class RouterApp:
 class Passing:
     """One request on its way through the router."""
 
-    def __init__(self, app: RouterApp, scope: Message, receive: Receive, send: Send, body: bytes) -> None:
+    def __init__(
+        self, app: RouterApp, scope: Message, receive: Receive, send: Send, body: bytes, request: RoutedRequest
+    ) -> None:
         self._app, self._send, self._body = app, send, body
         self._replicas, self._counts = app.replicas, app.counts
         self._method: str = scope["method"]
@@ -229,15 +232,14 @@ class Passing:
         self._target: bytes = scope.get("raw_path") or scope["path"].encode()
         if query:
             self._target += b"?" + query
-        self._asked = Asked(self._method, scope["path"], self._headers, body)
-        if self._asked.is_turn and ONCE not in dict(self._headers):
+        self._request = request
+        if self._request.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
-        self._first = app.answered(self._asked)
-        self._wanted = Destination(self._asked.key, not app.replicas.by_kv or self._asked.named, self._asked.text)
+        self._first = app.answered(self._request)
+        self._wanted = Destination(self._request.key, not app.replicas.by_kv or self._request.named, self._request.text)
         self._expected = 0
         """Tokens of the prompt that the replica is expected to have."""
         self._receive = receive
-        self._path: str = scope["path"]
         self._apart = self._method == "POST"
         """Whether a prefill replica may still be asked for the prompt."""
         self._tried: list[Replica] = []
@@ -283,7 +285,7 @@ class Passing:
         try:
             if self._apart:
                 self._apart = False
-                await self._app.gate.before(replica, self._asked.key, self._path, self._headers, self._body)
+                await self._app.gate.before(replica, self._request.key, self._request.path, self._headers, self._body)
             connection = await self._exchange(replica)
             if await self._goes_on(replica, connection):
                 return False
@@ -300,7 +302,7 @@ class Passing:
         """Send the request and return the connection with the head of the answer."""
         data = request_bytes(self._method, self._target, replica.host, self._headers, self._body)
         connection = await replica.pool.exchange(
-            data, head_only=self._method == "HEAD", repeatable=self._asked.repeatable
+            data, head_only=self._method == "HEAD", repeatable=self._request.repeatable
         )
         self._sent_again |= connection.sent_before
         return connection
@@ -309,15 +311,15 @@ class Passing:
         """Return whether an answer is not for the client: another replica, or a later moment, has a better one."""
         status, now = connection.status, time.monotonic()
         others = [one for one in self._replicas.all if one.up and one not in self._tried and one is not replica]
-        if status == 404 and self._asked.elsewhere and others:
+        if status == 404 and self._request.elsewhere and others:
             self._tried.append(replica)
             return True
-        if status == 503 and self._asked.repeatable and now < self._end and (others or self._sent_again):
+        if status == 503 and self._request.repeatable and now < self._end and (others or self._sent_again):
             self._tried.append(replica)
             await asyncio.sleep(PAUSE if not others else 0)
             return True
-        if status == 409 and (self._asked.is_turn or self._asked.is_work) and now < self._end:
-            others = others if self._asked.is_work else []
+        if status == 409 and (self._request.is_turn or self._request.is_work) and now < self._end:
+            others = others if self._request.is_work else []
             if not (others or self._sent_again or self._replicas.death_is_near):
                 return False
             body = await read_whole(connection)
@@ -335,7 +337,7 @@ class Passing:
         self._replicas.failed(replica)
         self._tried.append(replica)
         self._sent_again |= error.sent
-        if error.sent and not self._asked.repeatable:
+        if error.sent and not self._request.repeatable:
             await fail(
                 self._send,
                 503,
@@ -389,7 +391,7 @@ class Passing:
         """Pass a stream of events on, whole events only, and go on from other replicas where this one dies."""
         await self._start(replica, connection)
         delivered = Delivered()
-        keep = self._asked.followable and connection.status == 200
+        keep = self._request.followable and connection.status == 200
         try:
             rest = last = b""
             while data := await connection.read():
@@ -414,7 +416,7 @@ class Passing:
         if keep and delivered.whole and await self._follow(delivered):
             self._counts.followed += 1
             return
-        if (run := self._asked.run(dict(connection.headers))) and await self._resume_run(run):
+        if (run := self._request.run(dict(connection.headers))) and await self._resume_run(run):
             self._counts.followed += 1
             return
         self._counts.lost += 1

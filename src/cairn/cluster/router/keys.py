@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
 
-from cairn.cluster.text_prefixes import KEY_HEADERS, TextPrefixes, text_prefixes
+from cairn.cluster.text_prefixes import KEY_HEADERS, NO_PREFIXES, PROMPT_PATHS, PromptFields, TextPrefixes, prefixes_of
 
 AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
 TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
@@ -33,38 +35,40 @@ COMPUTES = frozenset(
 )
 """Paths that only compute: a request that was cut off may be sent again."""
 CHATS = frozenset(("/v1/chat/completions", "/chat/completions"))
+INLINE = 1 << 20
+"""Bytes of a body that are parsed on the event loop, in 2 to 3 ms; longer ones on a thread."""
 BEGINNING = 2
 """Messages that a conversation is recognised by where nothing names it: its system text and first question."""
 
 
-class _SessionFields(msgspec.Struct):
-    """Fields of a body that say what it belongs to, or whether its answer is the same again."""
+class _SessionFields(PromptFields):
+    """Fields of a body that say what it belongs to, or whether its answer is the same again, beside its text."""
 
     prompt_cache_key: Any = None
     metadata: Any = None
     previous_response_id: Any = None
     conversation: Any = None
-    messages: Any = None
-    prompt: Any = None
-    input: Any = None
-    system: Any = None
     id: Any = None
     seed: Any = None
     temperature: Any = None
     stream: Any = None
 
 
-class Asked:
+_fields = msgspec.json.Decoder(_SessionFields)
+_lists = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class RoutedRequest:
     """One request as the router sees it."""
 
     def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         self.method, self.path = method, path
-        self._headers, self._raw = dict(headers), body
+        self._headers = dict(headers)
         self._body = (
             _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _SessionFields()
         )
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """What it names, with the tenant's key; empty for nothing."""
         named = self._named() or self._beginning()
@@ -99,24 +103,28 @@ class Asked:
                 return b"agent\0" + one.encode("utf-8", "replace")
         return b""
 
-    @property
+    @cached_property
     def named(self) -> bool:
         """Whether it names an agent or a session."""
         return bool(self._named())
 
+    @cached_property
+    def _text(self) -> TextPrefixes:
+        return prefixes_of(self._headers, self._body) if self.path in PROMPT_PATHS else NO_PREFIXES
+
     def text(self) -> TextPrefixes:
         """Return the digests of its prompt's text."""
-        return text_prefixes(self.path, self._headers, self._raw)
+        return self._text
 
     def _beginning(self) -> bytes:
         """Return what recognises a conversation that is sent again as a whole."""
         body = self._body
-        if isinstance(body.messages, list) and body.messages:
-            return b"chat\0" + msgspec.json.encode((body.system, body.messages[:BEGINNING]))
-        if isinstance(body.prompt, str):
-            return b"text\0" + body.prompt[:512].encode("utf-8", "replace")
-        if isinstance(body.input, list) and body.input:
-            return b"input\0" + msgspec.json.encode(body.input[:BEGINNING])
+        if messages := _first(body.messages):
+            return b"chat\0" + b"\0".join([body.system, *messages])
+        if (prompt := bytes(memoryview(body.prompt)[:512])).startswith(b'"'):
+            return b"text\0" + prompt
+        if messages := _first(body.input):
+            return b"input\0" + b"\0".join(messages)
         return b""
 
     @property
@@ -163,13 +171,34 @@ class Asked:
         return NAMED_PATHS.match(self.path) is not None
 
 
+async def read_request(scope: Mapping[str, Any], body: bytes, *, by_kv: bool) -> RoutedRequest:
+    """Return the request of a call. Parse a long body on another thread, and digest its text there if `by_kv`."""
+
+    def read() -> RoutedRequest:
+        request = routed()
+        if request.key and by_kv and not request.named:
+            request.text()
+        return request
+
+    routed = partial(RoutedRequest, scope["method"], scope["path"], scope["headers"], body)
+    return await asyncio.to_thread(read) if len(body) > INLINE else routed()
+
+
 def last_part(id: str) -> bytes:
     """Return an id without what is in front of it."""
     return re.split(r"[-_]", id)[-1].encode("utf-8", "replace")
 
 
+def _first(messages: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the first messages of a list, unparsed; none if it is no list."""
+    try:
+        return _lists.decode(messages)[:BEGINNING]
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return []
+
+
 def _decoded(body: bytes) -> _SessionFields:
     try:
-        return msgspec.json.decode(body, type=_SessionFields)
+        return _fields.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return _SessionFields()  # the replica refuses it

@@ -91,7 +91,7 @@ class KvFollowers:
         while True:
             async with asyncio.timeout(SILENT_SECONDS):
                 data = await connection.read()
-            if not data:
+            if not (data and replica.held.follows):  # else it went away, and these are its last words
                 return
             *events, rest = (rest + data).split(EVENT_END)
             for event in events:

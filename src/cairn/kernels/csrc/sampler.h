@@ -1,4 +1,4 @@
-// What is asked of lines of logits, and who answers. The meaning is kernels/vocabulary.py, to the bit: every number here
+// What is asked of lines of logits, and who answers. The meaning is kernels/sampling.py, to the bit: every number here
 // is made by the steps stated there, sums are of integers, and nothing is fused.
 #pragma once
 

@@ -17,7 +17,7 @@ namespace {
 using Lines = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// splitmix64's finaliser absorbs each word in turn: `random_bits` in kernels/vocabulary.py.
+// splitmix64's finaliser absorbs each word in turn: `random_bits` in kernels/sampling.py.
 std::uint64_t random_bits(std::uint64_t seed, std::uint64_t choice, std::uint64_t position) {
     std::uint64_t state = 0;
     for (const std::uint64_t word : {seed, choice, position}) {

@@ -93,7 +93,7 @@ inline WidePart widened(const Part& x, int side) {
 
 constexpr double SHIFT = 4096.0;  // its last bit is worth 1 / ONE
 
-// exp(x) + SHIFT for x <= 0, so in multiples of 1 / ONE: `weigh` in kernels/vocabulary.py.
+// exp(x) + SHIFT for x <= 0, so in multiples of 1 / ONE: `weigh` in kernels/sampling.py.
 CAIRN_INLINE inline Wide weigh16(const Vec& x) {
     constexpr float LOG2E = 1.442695f, ROUND = 12582912.0f;
     constexpr float TERMS[] = {0.0013264727f, 0.009671513f, 0.055507336f, 0.24022242f, 0.693147f, 1.0f};

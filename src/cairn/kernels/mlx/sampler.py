@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.mlx.cells import Cell, Cut, to_numpy
-from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, Line, TokenChoice
+from cairn.kernels.sampling import GREEDY_BELOW, NUMPY, Line, TokenChoice
 from cairn.types.request import SamplingExtras
 
 Array = Any
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 class MlxSampler:
-    """`kernels.vocabulary.Sampler` over cells.
+    """`kernels.sampling.Sampler` over cells.
 
     The highest logit is found on the device. Lines with a random draw, penalties, bias, a mask or log-probabilities are
     copied to the host and sampled by the reference sampler.

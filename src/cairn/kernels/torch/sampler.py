@@ -1,8 +1,8 @@
-"""Sampling on a torch device: `kernels.vocabulary` in torch, with the same bits.
+"""Sampling on a torch device: `kernels.sampling` in torch, with the same bits.
 
 Lines of logits stay on the device. To the host go flags, tokens, sums of weights, and the logits of the few tokens that
 penalties, biases and log-probabilities name. Every step is one elementwise operation of float32, or a sum of integers,
-as `kernels.vocabulary` defines them.
+as `kernels.sampling` defines them.
 
 Of `kernels.extras` DRY, bad words, allowed tokens and XTC are here. Typical, n-sigma, the dynamic temperature and
 mirostat are sums of float64 in numpy's order: of their lines, one at a time, a copy goes to the host.
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from cairn.kernels.extras import adjust_more, adjusted, cuts_top
-from cairn.kernels.vocabulary import (
+from cairn.kernels.sampling import (
     GREEDY_BELOW,
     LOG2E,
     LOWEST,
@@ -44,7 +44,7 @@ _SLICE = 16
 
 
 class TorchSampler:
-    """`kernels.vocabulary.Sampler` over tensors."""
+    """`kernels.sampling.Sampler` over tensors."""
 
     def greedy(self, logits: Tensor) -> list[int]:
         """`Sampler.greedy`."""

@@ -36,10 +36,10 @@ from cairn.text.chat.replay import (
     ReplayTable,
     answer_of,
     assemble,
+    conversation_digests,
+    digest_after,
     offered_by,
     opener,
-    told_after,
-    told_of,
     visible_ids,
 )
 from cairn.text.chat.template_traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
@@ -92,8 +92,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """`Request.grammar`: the constraint on the answer."""
     warnings: tuple[str, ...] = ()
     """Requested constraints that are not enforced."""
-    told: bytes = b""
-    """Digest of the messages; empty if nobody asked for it."""
+    conversation_digest: bytes = b""
+    """Digest of the messages; empty without a shared store."""
 
 
 class Sampled(NamedTuple):
@@ -105,11 +105,11 @@ class Sampled(NamedTuple):
     ids: Sequence[int]
     opened: int
     """How many of the ids come from the end of the prompt: the template opened the reasoning there."""
-    told: bytes = b""
-    """Digest of the conversation up to the answer; empty if it is not known."""
+    conversation_digest: bytes = b""
+    """Digest of the conversation up to the answer, with it; empty if it is not known."""
 
 
-Recall = Callable[[Sequence[bytes]], Awaitable[Sequence[Sampled]]]
+FindSampled = Callable[[Sequence[bytes]], Awaitable[Sequence[Sampled]]]
 """Finds what was sampled elsewhere, by the digests of a conversation up to each of its answers, the newest last."""
 
 
@@ -277,18 +277,21 @@ class Chat:
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
-        recall: Recall | None = None,
+        find_sampled: FindSampled | None = None,
     ) -> Prompt:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
         `template_args` are variables of the template, such as enable_thinking; `share` is the tenant whose time is
-        used; `wanted` is the constraint on the answer; `recall` is asked for answers that were sampled elsewhere.
+        used; `wanted` is the constraint on the answer; `find_sampled` finds what other
+        servers sampled.
         Raises InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context,
         Overloaded if too many requests of `share` wait to be rendered.
         """
         chat = await self._checked(share, messages, tools, template_args)
-        told = b"" if recall is None else await self._recalled(tenant, share, chat.clean, recall)
+        digest = b""
+        if find_sampled is not None:
+            digest = await self._put_sampled(tenant, share, chat.clean, find_sampled)
         found = dict(self._answers(tenant, chat.clean))
         answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
         conversations = [chat.plain]
@@ -308,16 +311,22 @@ class Chat:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        prompt = msgspec.structs.replace(self._prompt(chat, texts[0], tokens), told=told)
+        prompt = msgspec.structs.replace(self._prompt(chat, texts[0], tokens), conversation_digest=digest)
         return await self._with_grammar(chat, prompt, wanted, tools, share)
 
-    async def _recalled(self, tenant: str, share: str, messages: list[dict[str, Any]], recall: Recall) -> bytes:
-        """Take over what was sampled elsewhere for a chat's answers; return the digest of the messages."""
-        told = await self.long.run(share, told_of, messages) if length(messages) > INLINE else told_of(messages)
-        answers = [told[n] for n, message in enumerate(messages) if message["role"] == "assistant"]
-        for sampled in await recall(answers) if answers else ():
+    async def _put_sampled(
+        self, tenant: str, share: str, messages: list[dict[str, Any]], find_sampled: FindSampled
+    ) -> bytes:
+        """Put what other servers sampled for a chat's answers into the replay table; return the messages' digest."""
+        digests = (
+            await self.long.run(share, conversation_digests, messages)
+            if length(messages) > INLINE
+            else conversation_digests(messages)
+        )
+        answers = [digests[n] for n, message in enumerate(messages) if message["role"] == "assistant"]
+        for sampled in await find_sampled(answers) if answers else ():
             self.recall(tenant, sampled)
-        return told[-1]
+        return digests[-1]
 
     async def extend(
         self,
@@ -519,17 +528,19 @@ class Chat:
         prompt_tokens: Sequence[int],
         generated_tokens: Sequence[int],
         message: Mapping[str, Any],
-        told: bytes = b"",
+        conversation_digest: bytes = b"",
     ) -> Sampled | None:
         """Store the ids sampled for `message` (as the client saw it), to be reused when the message comes back.
 
-        `told`: `Prompt.told` of the prompt, if it is known. Returns the stored entry, for `recall` after a restart;
-        None if the ids of the visible text are not certain.
+        `conversation_digest`: that of the prompt, if it is known. Returns the stored entry, for `recall` after a
+        restart; None if the ids of the visible text are not certain.
         """
         sampled = self.sampled(prompt_tokens, generated_tokens, message)
         if sampled is not None:
             self.recall(tenant, sampled)
-            sampled = sampled._replace(told=told_after(told, sampled.answer)) if told else sampled
+            if conversation_digest:
+                after = digest_after(conversation_digest, sampled.answer)
+                sampled = sampled._replace(conversation_digest=after)
         return sampled
 
     def recall(self, tenant: str, sampled: Sampled) -> None:

@@ -83,23 +83,23 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
 
 
-def told_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def conversation_digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return a digest of the conversation up to each message, with it: what the client sees, without reasoning."""
     found, before = list[bytes](), b""
     for message in messages:
         answer = answer_of(message) if message["role"] == "assistant" else None
-        before = _told(before, _seen(message) if answer is None else answer.visible)
+        before = _next_digest(before, _seen(message) if answer is None else answer.visible)
         found.append(before)
     return found
 
 
-def told_after(before: bytes, answer: AnswerIdentity) -> bytes:
-    """Return the digest of a conversation after an answer, as `told_of` does. `before`: the digest before it."""
-    return _told(before, answer.visible)
+def digest_after(before: bytes, answer: AnswerIdentity) -> bytes:
+    """Return the digest of a conversation with an answer, as `conversation_digests` does. `before`: that without it."""
+    return _next_digest(before, answer.visible)
 
 
-def _told(before: bytes, seen: bytes) -> bytes:
-    return hashlib.sha256(b"told" + before + seen).digest()
+def _next_digest(before: bytes, seen: bytes) -> bytes:
+    return hashlib.sha256(b"conversation" + before + seen).digest()
 
 
 def _seen(message: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from cairn.engine.sampling import NOT_FINITE, NOTHING_LEFT, sample
 from cairn.kernels import native
 from cairn.kernels.native import NativeKernels
-from cairn.kernels.vocabulary import NUMPY, ONE, Line, Sampler, TokenChoice, random_bits
+from cairn.kernels.sampling import NUMPY, ONE, Line, Sampler, TokenChoice, random_bits
 from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row

@@ -22,12 +22,12 @@ from cairn.engine import device
 from cairn.frontend import launch as launch_module
 from cairn.frontend.requests import RequestParams
 from cairn.frontend.service import Service
-from cairn.router import fit as fitting
-from cairn.router import loader as model_loader
-from cairn.router import model_health
-from cairn.router.fit import Fit
-from cairn.router.models import Models
-from cairn.router.served_model import served_models
+from cairn.served_models import fit as fitting
+from cairn.served_models import loader as model_loader
+from cairn.served_models import model_health
+from cairn.served_models.fit import Fit
+from cairn.served_models.models import Models
+from cairn.served_models.served_model import served_models
 from cairn.types.errors import (
     ConfigError,
     Conflict,

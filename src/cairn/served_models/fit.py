@@ -1,7 +1,7 @@
 """Memory needs of a model, measured in a process of its own.
 
-So the front stays small, and a broken model file harms nobody. `python -m cairn.router.fit` reads one MessagePack tuple
-- configuration, place, free bytes, blocks - and writes a `FitAnswer`.
+So the front stays small, and a broken model file harms nobody. `python -m cairn.served_models.fit` reads one
+MessagePack tuple - configuration, place, free bytes, blocks - and writes a `FitAnswer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cairn.system.posix import without_secrets
 from cairn.types.errors import CairnError, ModelError, by_code
 from cairn.worker import wire
 
-COMMAND = (sys.executable, "-P", "-m", "cairn.router.fit")
+COMMAND = (sys.executable, "-P", "-m", "cairn.served_models.fit")
 SECONDS = 60.0
 """Time limit for reading the headers of a model's files."""
 

@@ -22,11 +22,11 @@ from cairn.engine.machine import memory_available, memory_pressed
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service
 from cairn.frontend.worker_connection import Patience
-from cairn.router.loader import FAILED_SECONDS, ModelLoader
-from cairn.router.registry import ModelLeases, ModelRegistry
-from cairn.router.served_model import LoadedModel, ServedModel, locate, served_models
-from cairn.router.services import Services
-from cairn.router.swap import ModelSwap
+from cairn.served_models.loader import FAILED_SECONDS, ModelLoader
+from cairn.served_models.registry import ModelLeases, ModelRegistry
+from cairn.served_models.served_model import LoadedModel, ServedModel, locate, served_models
+from cairn.served_models.services import Services
+from cairn.served_models.swap import ModelSwap
 from cairn.system import deadline
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock

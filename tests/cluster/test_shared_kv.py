@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
-from cairn.cluster.chunks import QUEUE_BYTES, SharedChunks
 from cairn.cluster.feed import Feed
 from cairn.cluster.guard import FAILURES, Guarded
+from cairn.cluster.shared_kv import QUEUE_BYTES, SharedChunks
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
 from cairn.system.posix import SystemClock
 from tests.cluster.stores import Draws, MemoryBlobs, keys

@@ -14,10 +14,10 @@ import msgspec
 from cairn.config.config import Config
 from cairn.config.values import ModelOptions
 from cairn.frontend.service import Service
-from cairn.router.fit import Fit
-from cairn.router.loader import ModelLoader, shown_gb, to_end
-from cairn.router.registry import ModelRegistry
-from cairn.router.served_model import LoadedModel, ServedModel, locate
+from cairn.served_models.fit import Fit
+from cairn.served_models.loader import ModelLoader, shown_gb, to_end
+from cairn.served_models.registry import ModelRegistry
+from cairn.served_models.served_model import LoadedModel, ServedModel, locate
 from cairn.types.errors import (
     CairnError,
     ConfigError,

@@ -17,7 +17,7 @@ from cairn.config.values import ModelOptions
 from cairn.frontend.launch import First, launch_first
 from cairn.models.files import is_gguf, stem
 from cairn.models.hub import hub
-from cairn.router.fit import Fit, fit
+from cairn.served_models.fit import Fit, fit
 from cairn.system.posix import SystemClock
 from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec

@@ -23,10 +23,10 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
 from cairn.frontend.service import RequestIds, Service
 from cairn.frontend.worker_connection import Patience
-from cairn.router.fit import Fit, measure
-from cairn.router.registry import ModelLeases, ModelRegistry
-from cairn.router.served_model import LoadedModel, ServedModel, locate
-from cairn.router.services import Services
+from cairn.served_models.fit import Fit, measure
+from cairn.served_models.registry import ModelLeases, ModelRegistry
+from cairn.served_models.served_model import LoadedModel, ServedModel, locate
+from cairn.served_models.services import Services
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import CairnError, ModelError, Unavailable

@@ -10,7 +10,7 @@ import msgspec
 
 from cairn.config.config import Config
 from cairn.config.values import ModelOptions
-from cairn.router.served_model import LoadedModel, ServedModel, check_names, first_of
+from cairn.served_models.served_model import LoadedModel, ServedModel, check_names, first_of
 from cairn.types.errors import InvalidRequest, UnknownModel
 
 
