@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import cairn.engine.recorded
 from cairn.config.config import Config
 from cairn.engine.recorded import RecordedEngine
-from cairn.engine.sampling import LogitsQuestion
+from cairn.engine.row_results import LogitsQuestion
 from cairn.kernels import native
 from cairn.kernels.sampling import Sampler
 from cairn.models.families.tensor_names import permute

@@ -15,7 +15,7 @@ from cairn.agents.kv import AgentKv
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, TurnRecord
 from cairn.agents.log.token_log import TokenLog
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords

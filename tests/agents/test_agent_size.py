@@ -22,7 +22,7 @@ from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record, SegmentHeader, encode_header, encode_record
 from cairn.agents.log.token_log import TokenLog
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.portable import read
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.types.errors import ContextTooLong, InvalidRequest

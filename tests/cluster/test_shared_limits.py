@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.api.http.limits import RateLimits
+from cairn.api.http.rate_limits import RateLimits
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
 from cairn.config.config import Config
 from cairn.config.values import Secret, TenantKeys, TenantLimits

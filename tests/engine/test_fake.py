@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.engine.sampling import sample
+from cairn.engine.row_results import sample
 from cairn.types.request import SamplingParams
 from cairn.types.step import NO_BLOCK, Row
 

@@ -17,7 +17,7 @@ from cairn.config.config import Config
 from cairn.engine import recorded
 from cairn.engine.device import load_engine
 from cairn.engine.recorded import RecordedEngine
-from cairn.engine.sampling import NOT_FINITE, LogitsQuestion
+from cairn.engine.row_results import NOT_FINITE, LogitsQuestion
 from cairn.kernels import native, reference
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cairn.engine import sampling
-from cairn.engine.sampling import sample
+from cairn.engine import row_results as sampling
+from cairn.engine.row_results import sample
 from cairn.kernels import sampling as kernel_sampling
 from cairn.kernels.sampling import ONE, random_bits, weigh
 from cairn.types.request import SamplingParams

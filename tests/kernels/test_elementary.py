@@ -222,7 +222,7 @@ NAMES = {
 }
 ALLOWED = {
     # Reported to clients, or used to draw a token; neither KV nor logits depend on it.
-    ("engine/sampling.py", "log"),
+    ("engine/row_results.py", "log"),
     ("kernels/extras.py", "log"),
     ("kernels/extras.py", "log2"),
     ("kernels/extras.py", "**"),

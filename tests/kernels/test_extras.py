@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.engine.sampling import sample
+from cairn.engine.row_results import sample
 from cairn.kernels.extras import choose, repeats
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.sampling import NUMPY, Line

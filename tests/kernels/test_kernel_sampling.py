@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.engine.sampling import NOT_FINITE, NOTHING_LEFT, sample
+from cairn.engine.row_results import NOT_FINITE, NOTHING_LEFT, sample
 from cairn.kernels import native
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.sampling import NUMPY, ONE, Line, Sampler, TokenChoice, random_bits

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.engine.sampling import sample
+from cairn.engine.row_results import sample
 from cairn.kv.disk.codec import Q8
 from cairn.kv.disk.codec_check import compare
 from cairn.types.model_spec import CacheGroup

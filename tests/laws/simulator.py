@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.engine.sampling import sample
+from cairn.engine.row_results import sample
 from cairn.kv.pool import prefix
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache, first_read, window_blocks

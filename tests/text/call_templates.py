@@ -8,7 +8,7 @@ from cairn.text.chat.derived_call_format import derive_form
 from cairn.text.chat.template_traits import OFFERED, Message, find_traits
 from cairn.text.chat.written_calls import CHECKS, written_by
 from cairn.text.output.call_formats import CallFormat
-from cairn.text.render.process import environment
+from cairn.text.render.render_process import environment
 
 EACH = "{% for call in m.tool_calls %}{% set c = call.function %}"
 _FIRST = "{% set c = m.tool_calls[0].function %}"

@@ -11,7 +11,7 @@ from typing import Any
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journals
 from cairn.agents.log.token_log import TokenLog
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.frontend.requests import SamplingOptions

@@ -22,7 +22,7 @@ from cairn.agents.kv import AgentKv, owners
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import AgentRecord, SavingsRecord, TurnRecord, UnpinRecord, check, decode
 from cairn.agents.log.segment import Record
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.shared_agents import UNSHARED, SharedAgents

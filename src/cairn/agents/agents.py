@@ -28,7 +28,7 @@ from cairn.agents.listing import list_agents, list_turns
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import Savings
 from cairn.agents.log.token_log import TokenLog
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites

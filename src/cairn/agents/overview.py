@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.turn_tree import Agent
 from cairn.agents.types import AgentInfo
 

@@ -12,7 +12,7 @@ from cairn.agents.kv import BATCH
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import Savings, SavingsRecord
 from cairn.agents.log.segment import Record
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
 from cairn.agents.turn_tree import Agent

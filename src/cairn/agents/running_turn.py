@@ -12,7 +12,7 @@ import msgspec
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.log.segment import Record
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge

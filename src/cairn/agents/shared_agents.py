@@ -20,7 +20,7 @@ from cairn.agents.kv import AgentKv, owners
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.shared_bodies import (

@@ -4,8 +4,8 @@ Each dialect has its table of routes (`http/routes.py`): openai/, anthropic/, ol
 servers, native/ agents, teams, workflows and collections, admin/ models, requests and health; page.py serves the page,
 and http/event_log.py what streams remember. Models, and those of embeddings, are also found without /v1.
 
-`chat/model_choice.py` chooses the model that answers a call before its route sees it; `http/limits.py` enforces the
-tenant's limits.
+`chat/model_choice.py` chooses the model that answers a call before its route sees it; `http/rate_limits.py` enforces
+the tenant's limits.
 
 A path that is no route gets a 404 before a key is asked for, judged by its form alone (http/not_found.py).
 """
@@ -29,8 +29,8 @@ from cairn.api.chat.state import ServerState
 from cairn.api.data_folders import agents_folder, named
 from cairn.api.http.auth import has_tenants, preflight
 from cairn.api.http.call import BodyBudget, Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
-from cairn.api.http.limits import deadline_of
 from cairn.api.http.not_found import body_of, canonical, no_route
+from cairn.api.http.rate_limits import deadline_of
 from cairn.api.http.routes import Route, Router
 from cairn.api.llamacpp.completion import Llama
 from cairn.api.native.agents import AgentRoutes

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.engine.sampling import sample
+from cairn.engine.row_results import sample
 from cairn.kernels.sampling import NUMPY, Sampler
 from cairn.models.files import reading
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec

@@ -40,7 +40,7 @@ from cairn.engine.memory import (
     running_rows,
 )
 from cairn.engine.mtp_head import FittedHead, fit_head
-from cairn.engine.sampling import LogitsQuestion
+from cairn.engine.row_results import LogitsQuestion
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
 from cairn.kernels import devices
 from cairn.kernels.base import Kernels

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from cairn.kernels.base import BLOCK, GROUP, MEMBERS, LowRank, Packed, Quantized
 from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.fusion import fuse
+from cairn.kernels.native_sampler import NativeSampler
 from cairn.kernels.program import KernelCall, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
-from cairn.kernels.sampler import NativeSampler
 from cairn.kernels.storage import HostStorage
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import RopeScaling

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cairn.agents.log import writer as writer_module
+from cairn.agents.log import writer_thread as writer_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.token_log import TokenLog
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.writer_thread import Writer
 from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import Unavailable
 from tests.files import CrashFiles, Fault

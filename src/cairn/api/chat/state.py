@@ -9,8 +9,8 @@ from cairn.api.chat.documents import Library
 from cairn.api.chat.exchange import Exchanges
 from cairn.api.http.auth import Access, salts
 from cairn.api.http.event_log import CallTable, EventLogs
-from cairn.api.http.limits import RateLimits
 from cairn.api.http.quotas import Quotas
+from cairn.api.http.rate_limits import RateLimits
 from cairn.api.http.reload import Reload
 from cairn.config.config import Config, limits_of
 from cairn.served_models.models import Models

@@ -1,4 +1,4 @@
-"""Access control: one layer before every route, closed by default.
+"""Access control: one layer before every route, closed by default. Which key a route wants is `Route.access`.
 
 Without configured keys everything is open to any caller that can reach the address, which is this machine unless
 `unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that

@@ -1,4 +1,4 @@
-"""State that the threads of a disk store share: the index, the folder, free room, and whether the disk works.
+"""The disk budget, and what else the threads of a disk store share: the index, the folder, and whether the disk works.
 
 `mutex` guards the index and the figures and is never held during a disk access. A chunk's file belongs to one thread at
 a time: to the one that writes it (`writing`), or to the one that deleted the chunk, until its file is gone.

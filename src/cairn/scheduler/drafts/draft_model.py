@@ -13,7 +13,7 @@ from typing import Final
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import SequenceKV
-from cairn.scheduler.drafts.acceptance import WEIGHT, Acceptance
+from cairn.scheduler.drafts.acceptance_rate import WEIGHT, Acceptance
 from cairn.types.request import SamplingParams
 from cairn.types.step import Engine, Row
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from cairn.scheduler.drafts.acceptance import WEIGHT, Acceptance
+from cairn.scheduler.drafts.acceptance_rate import WEIGHT, Acceptance
 from cairn.types.request import SamplingParams
 from cairn.types.step import Engine, Row, RowResult
 

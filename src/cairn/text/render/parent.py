@@ -1,4 +1,4 @@
-"""The parent's side of `cairn.text.render.process`: keeps one rendering process and replaces it when it fails."""
+"""The parent's side of `render_process.py`: keeps one rendering process and replaces it when it fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS = ""
 
 def launch() -> HelperProcess:
     """Start a process and return at once; it imports its modules meanwhile. Raises OSError."""
-    return HelperProcess.launch("cairn.text.render.process")
+    return HelperProcess.launch("cairn.text.render.render_process")
 
 
 class Renderer:

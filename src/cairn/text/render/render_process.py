@@ -1,4 +1,4 @@
-"""The process that renders chat templates; run as `python -m cairn.text.render.process`.
+"""The process that renders chat templates; run as `python -m cairn.text.render.render_process`.
 
 A template is a program from a model file. It runs here in jinja2's immutable sandbox, with bounds on memory and
 processor time, so a bomb costs only its own request and this process. Processor time does not depend on how busy the
