@@ -30,7 +30,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_documents_are_added_searched_asked_and_deleted(server: Served, folder: Path) -> None:
-    assert run(server, "collection", "create", "mine", "--chunk", "400")[0] == 0
+    code, _, err = run(server, "collection", "create", "mine", "--chunk", "400")
+    assert code == 0, err
     added = rows(server, "collection", "add", "mine", str(folder), "--metadata", "kind=test")
     assert [(Path(name).name, chunks) for _, name, chunks in added] == [("cairns.md", "1"), ("river.docx", "1")]
     listed = rows(server, "collection", "list")

@@ -361,9 +361,13 @@ class Conversation:
             self._say("(there is nothing to summarise)")
             return
         with self._talk.status("summarising"):
-            short = summary_of(self._model, messages[:count], self.system, self._setting.context)
+            short = self._summary(messages[:count])
         self._go_on_with([*short, *messages[count:]])
         self._say(f"(the oldest {count} messages are now: {short[1]['content']})")
+
+    def _summary(self, older: Messages) -> Messages:
+        """Return a question and an answer that stand for older messages; an agent's conversation asks otherwise."""
+        return summary_of(self._model, older, self.system, self._setting.context)
 
     def _history(self) -> Messages:
         """Return the messages that fill the context, without the system prompt."""
