@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from cairn.agents.journals import Journal
 from cairn.agents.shared import shared_journals
 from cairn.agents.shared.shared_journals import SharedJournals
 from cairn.cluster.chain import Moved, Running
@@ -393,12 +394,18 @@ def numbers(bench: Bench) -> list[int]:
     return [entry.number for entry in bench.journals.find("run", "me", "r").entries]
 
 
-async def test_work_does_not_begin_on_a_copy_to_which_news_are_being_added(benches: Benches) -> None:
+async def while_news_are_read(benches: Benches) -> tuple[Bench, Bench, Journal, asyncio.Task[None]]:
+    """Return two servers, the second one's copy of a run that lacks an entry of the first, and the reading of it."""
     first, second = await benches.begin(), await benches.at("two")
     await first.journals.append(first.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
     stale = second.journals.find("run", "me", "r")
     reading = asyncio.create_task(second.journals.refresh("run", "me", "r"))
     await asyncio.sleep(0)
+    return first, second, stale, reading
+
+
+async def test_work_does_not_begin_on_a_copy_to_which_news_are_being_added(benches: Benches) -> None:
+    first, second, stale, reading = await while_news_are_read(benches)
     with pytest.raises(Moved):
         async with second.journals.working(stale):
             pass
@@ -408,11 +415,7 @@ async def test_work_does_not_begin_on_a_copy_to_which_news_are_being_added(bench
 
 
 async def test_an_entry_that_is_added_while_news_are_read_gets_no_number_twice(benches: Benches) -> None:
-    first, second = await benches.begin(), await benches.at("two")
-    await first.journals.append(first.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
-    stale = second.journals.find("run", "me", "r")
-    reading = asyncio.create_task(second.journals.refresh("run", "me", "r"))
-    await asyncio.sleep(0)
+    first, second, stale, reading = await while_news_are_read(benches)
     with pytest.raises(Moved):
         await second.journals.append(stale, NodeEnded(key="y", state="done"))
     await reading

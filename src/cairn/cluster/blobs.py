@@ -21,7 +21,7 @@ class Blobs(Protocol):
         ...
 
     def replace(self, name: str, data: bytes) -> None:
-        """Make an object, or replace it as a whole."""
+        """Make an object, or replace it as a whole. Not durable in a folder: for what is written again soon."""
         ...
 
     def read(self, name: str) -> bytes | None:

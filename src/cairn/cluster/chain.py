@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from cairn.cluster.guard import AsyncBlobs
+from cairn.cluster.guard import AsyncBlobs, put
 from cairn.cluster.keys import ClusterKeys
 from cairn.types.errors import Conflict, Damaged, Unavailable
 
@@ -227,8 +227,7 @@ class AgentChain:
         try:
             last = self._name(self.tail.number)
             data = self._keys.seal(self._gone, self.tail.number.to_bytes(8, "big"))
-            if not await self._blobs.create(self._gone, data):
-                await self._blobs.replace(self._gone, data)
+            await put(self._blobs, self._gone, data)
             await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
         except OSError as error:
             raise unavailable(error) from error

@@ -51,6 +51,12 @@ class AsyncBlobs(Protocol):
         ...
 
 
+async def put(blobs: AsyncBlobs, name: str, data: bytes) -> None:
+    """Make an object, or replace the one of that name. Made, it is durable; `replace` is not, in a folder."""
+    if not await blobs.create(name, data):
+        await blobs.replace(name, data)
+
+
 class Breaker:
     """The state of the store: whether calls are worth making. Any thread may call."""
 

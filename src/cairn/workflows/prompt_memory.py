@@ -13,7 +13,7 @@ MAX_HELD = 16 * MAX_FILLED
 """Characters of filled prompts that one tenant's runs hold at once."""
 
 
-class _TenantRoom:
+class _TenantMemory:
     def __init__(self) -> None:
         self.held = 0
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -32,30 +32,30 @@ class PromptMemory:
     """A weighted semaphore for each tenant, held from before a prompt is joined until it is answered."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _TenantRoom] = {}
+        self._tenants: dict[str, _TenantMemory] = {}
 
     @contextlib.asynccontextmanager
     async def hold(self, tenant: str, size: int) -> AsyncIterator[None]:
         """Hold `size` characters (at most MAX_FILLED) while entered; wait until there is room."""
-        room = self._tenants.setdefault(tenant, _TenantRoom())
-        await _take(room, size)
+        memory = self._tenants.setdefault(tenant, _TenantMemory())
+        await _take(memory, size)
         try:
             yield
         finally:
-            room.give(size)
-            if not room.held and not room.waiting:
+            memory.give(size)
+            if not memory.held and not memory.waiting:
                 self._tenants.pop(tenant, None)
 
 
-async def _take(room: _TenantRoom, size: int) -> None:
-    if not room.waiting and room.held + size <= MAX_HELD:
-        room.held += size
+async def _take(memory: _TenantMemory, size: int) -> None:
+    if not memory.waiting and memory.held + size <= MAX_HELD:
+        memory.held += size
         return
     ready = asyncio.get_running_loop().create_future()
-    room.waiting.append((size, ready))
+    memory.waiting.append((size, ready))
     try:
         await ready
     except asyncio.CancelledError:
         if not ready.cancelled():  # admitted and cancelled at the same time
-            room.give(size)
+            memory.give(size)
         raise

@@ -138,11 +138,11 @@ class WorkflowRun:
         journal: Journal,
         answerer: Answerer,
         asker: Asker,
-        room: PromptMemory,
+        memory: PromptMemory,
         emit: Emit,
     ) -> None:
-        """Prepare a run. `graph` is `check_workflow`'s; `room` bounds the prompts of all runs together."""
-        self._run, self._workflow, self._graph, self._room = run, run.workflow, graph, room
+        """Prepare a run. `graph` is `check_workflow`'s; `memory` bounds the prompts of all runs together."""
+        self._run, self._workflow, self._graph, self._memory = run, run.workflow, graph, memory
         self._journals, self._journal, self._answerer, self._asker = journals, journal, answerer, asker
         self._emit = emit
         self._turn = asyncio.Semaphore(run.workflow.at_once)
@@ -271,7 +271,7 @@ class WorkflowRun:
             return NodeEnded(key=key, state="skipped", why=why)
         except TooLong as error:
             return NodeEnded(key=key, state="failed", why=str(error))
-        async with self._room.hold(self._asker.share or self._asker.tenant, size):
+        async with self._memory.hold(self._asker.share or self._asker.tenant, size):
             self._emit({"type": "node.started", "node": node.id, "key": key, "role": node.role})
             try:
                 return await self._attempts(node, await _apart(found.parts, found.text), key)

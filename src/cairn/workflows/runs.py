@@ -43,7 +43,7 @@ class Runs:
     """The runs of all tenants. Methods that name a run raise NotFound if the tenant has no such run."""
 
     def __init__(self, journals: Journals, answerer: Answerer) -> None:
-        self._journals, self._answerer, self._room = journals, answerer, PromptMemory()
+        self._journals, self._answerer, self._memory = journals, answerer, PromptMemory()
         self._running: dict[int, asyncio.Task[Any]] = {}
         """Running tasks by journal key."""
 
@@ -94,8 +94,8 @@ class Runs:
             await self._forget_failures(journal)
             run = msgspec.msgpack.decode(journal.record.body, type=Run)
             graph = await asyncio.to_thread(check_workflow, run.workflow)
-            answerer, room = self._answerer, self._room
-            return await WorkflowRun(run, graph, self._journals, journal, answerer, asker, room, emit).work()
+            answerer, memory = self._answerer, self._memory
+            return await WorkflowRun(run, graph, self._journals, journal, answerer, asker, memory, emit).work()
 
     async def _forget_failures(self, journal: Journal) -> None:
         """Drop the failures, the nodes skipped for them and the end of the run from the journal."""

@@ -26,6 +26,7 @@ import msgspec
 
 from cairn.agents.log.records import JournalRecord
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
+from cairn.cluster.guard import put
 from cairn.cluster.shared import SharedStore
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
@@ -237,8 +238,7 @@ class SharedJournals:
         blobs, at = self._store.blobs.soon, self._list_name(name)
         data = self._store.keys.seal(at, msgspec.msgpack.encode(ListedJournal(name.id, head.created)))
         try:
-            if not await blobs.create(at, data):
-                await blobs.replace(at, data)
+            await put(blobs, at, data)
         except OSError as error:
             raise unavailable(error) from error
 

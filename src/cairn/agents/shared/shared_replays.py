@@ -20,6 +20,7 @@ import msgspec
 
 from cairn.agents.log.records import pack, unpack
 from cairn.cluster.chain import unavailable
+from cairn.cluster.guard import put
 from cairn.cluster.shared import SharedStore
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
@@ -90,8 +91,7 @@ class SharedReplays:
         )
         data = self._keys.seal(name, msgspec.msgpack.encode(record))
         try:
-            if not await self._blobs.create(name, data):
-                await self._blobs.replace(name, data)
+            await put(self._blobs, name, data)
         except OSError:
             return  # `trouble` of the store reports it
         except Exception as error:

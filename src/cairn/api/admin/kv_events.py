@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from cairn.api.chat.state import ServerState
-from cairn.api.http.call import HTTPCall, Watch, encode, query
+from cairn.api.http.call import HTTPCall, encode, query
 from cairn.api.http.routes import Route
-from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
+from cairn.api.http.sse import HEARTBEAT, stream_events
 from cairn.cluster.kv_events import (
     EVENT,
     TEXTS_EVENT,
@@ -271,20 +271,12 @@ class BlockEvents:
         waker = Waker()
         feed.readers[waker] = None
         try:
-            async with Watch(call) as watch:
-                if call.scope["method"] == "HEAD":
-                    watch.stop()
-                    await call.respond(200, b"", EVENT_STREAM)
-                    return
-                self._start()
-                await call.begin(EVENT_STREAM)
-                await self._send(call, waker, feed.place(given))
-                watch.stop()
-                await call.write(b"", more=False)
+            await stream_events(call, partial(self._send, call, waker, feed.place(given)))
         finally:
             del feed.readers[waker]
 
     async def _send(self, call: HTTPCall, waker: Waker, at: int | None) -> None:
+        self._start()
         feed, seen = self._feed, self._feed.snapshots
         while self._task is not None:
             if at is not None and not feed.keeps(at):

@@ -5,9 +5,10 @@ The chunks of OpenAI's streams, of which there are thousands a second, are frame
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cairn.api.http.call import encode, error_body
+from cairn.api.http.call import HTTPCall, Watch, encode, error_body
 from cairn.types.errors import CairnError
 
 DONE = b"data: [DONE]\n\n"
@@ -26,6 +27,19 @@ def json_event(value: Any, kind: str = "") -> bytes:
     """Return an event whose data is a JSON value; `kind`: the event's name, if it has one."""
     data = b"data: " + encode(value) + b"\n\n"
     return b"event: " + kind.encode() + b"\n" + data if kind else data
+
+
+async def stream_events(call: HTTPCall, send: Callable[[], Awaitable[None]]) -> None:
+    """Answer with the events that `send` writes, until it returns or the client goes away. HEAD gets headers alone."""
+    async with Watch(call) as watch:
+        if call.scope["method"] == "HEAD":
+            watch.stop()
+            await call.respond(200, b"", EVENT_STREAM)
+            return
+        await call.begin(EVENT_STREAM)
+        await send()
+        watch.stop()
+        await call.write(b"", more=False)
 
 
 def error_event(error: CairnError) -> bytes:

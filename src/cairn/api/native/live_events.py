@@ -19,6 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,9 +31,9 @@ from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.state import ServerState
-from cairn.api.http.call import HTTPCall, Watch, encode
+from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.routes import Route
-from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
+from cairn.api.http.sse import HEARTBEAT, stream_events
 from cairn.api.native.agents import agent_object
 from cairn.frontend.service import Service
 from cairn.frontend.waker import Waker
@@ -216,17 +217,9 @@ class ChangeFeeds:
         waker = Waker()
         feed.readers[waker] = admin
         try:
-            async with Watch(call) as watch:
-                if call.scope["method"] == "HEAD":
-                    watch.stop()
-                    await call.respond(200, b"", EVENT_STREAM)
-                    return
-                feed.look(self._attribution)
-                await call.begin(EVENT_STREAM)
-                seen = (call.header(b"last-event-id") or b"").decode("latin-1")
-                await self._send(call, feed, waker, feed.place(seen), admin)
-                watch.stop()
-                await call.write(b"", more=False)
+            feed.look(self._attribution)
+            seen = (call.header(b"last-event-id") or b"").decode("latin-1")
+            await stream_events(call, partial(self._send, call, feed, waker, feed.place(seen), admin))
         finally:
             del feed.readers[waker]
 

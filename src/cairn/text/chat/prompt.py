@@ -283,10 +283,9 @@ class Chat:
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
         `template_args` are variables of the template, such as enable_thinking; `share` is the tenant whose time is
-        used; `wanted` is the constraint on the answer; `find_sampled` finds what other
-        servers sampled.
-        Raises InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context,
-        Overloaded if too many requests of `share` wait to be rendered.
+        used; `wanted` is the constraint on the answer; `find_sampled` finds what other servers sampled. Raises
+        InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
+        too many requests of `share` wait to be rendered.
         """
         chat = await self._checked(share, messages, tools, template_args)
         digest = b""
