@@ -164,7 +164,7 @@ class TileChoice:
     """The choice between `amx` and another variant on this machine."""
 
     def __init__(self, other: str, files: FileSystem, clock: Clock, rng: Rng, folder: Path | None = None) -> None:
-        """Know nothing yet. `folder`: where choices are kept; the user's own if it is None."""
+        """Choose between `amx` and `other`. `folder`: where choices are kept; the user's own if it is None."""
         self._other, self._files, self._clock, self._rng = other, files, clock, rng
         self._folder = folder
 

@@ -17,7 +17,7 @@ from cairn.worker import wire
 
 MOST_BLOCKS = 1 << 18
 """Blocks that wait for the next question, and what a router remembers. With more of them its answer is the whole again,
-and of a whole those beyond are not told: what a large disk has would fill a frame, and be decoded on an event loop."""
+and of a whole those beyond are left out: what a large disk has would fill a frame, and be decoded on an event loop."""
 MOST_JOINED = 256
 """Blocks of one change that further ones are joined to."""
 _MEDIUM: dict[TierName, Medium] = {"ram": "CPU", "disk": "DISK"}
@@ -51,7 +51,7 @@ class BlockJournal:
             self._stop()
             self._follows = True
             self._watch()
-            self._lost = False  # beyond `MOST_BLOCKS` the others are not told
+            self._lost = False  # beyond `MOST_BLOCKS` the others are left out
         found = list[BlockChange]()
         for one in self._take_all():
             if found and _goes_on(found[-1], one):

@@ -170,7 +170,7 @@ async def test_a_busy_holder_is_left_where_computing_elsewhere_is_sooner() -> No
         for one in app.replicas.all:
             one.computes = 1000.0
         assert await by(app, body("a")) == "s0"
-        held(app, 0).busy, held(app, 0).queue, held(app, 0).told_at = 1, 10.0, asyncio.get_running_loop().time()
+        held(app, 0).busy, held(app, 0).queue, held(app, 0).reported_at = 1, 10.0, asyncio.get_running_loop().time()
         assert await by(app, body("b")) == "s1", "1.5 s of computing instead of 10 s of waiting"
 
 

@@ -117,7 +117,7 @@ class BlockFeed:
                 with contextlib.suppress(CairnError):
                     await service.unfollow_blocks()
             self._services = []
-            self._events.clear()  # all blocks are told again to whoever comes next
+            self._events.clear()  # the next reader gets all blocks again
             self._bytes = 0
 
     async def _ask_workers(self, now: float) -> None:
@@ -158,7 +158,7 @@ class BlockFeed:
             added += self._add(EVENT, KVEventBatch(seconds, first + events))
             first = []
             if added > KEPT_BYTES // 2:
-                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(changes))
+                log.warning("the KV events leave out blocks: %d of %d changes were sent, the limit", at, len(changes))
                 return
             await asyncio.sleep(0)
 
@@ -255,7 +255,7 @@ class BlockEvents:
         ]
 
     def attend(self, call: HTTPCall) -> None:
-        """Have the text of a call noted, if anybody follows."""
+        """Note the text of a call, if anybody follows."""
         if self._task is not None:
             call.on_body = self._feed.add_text
 

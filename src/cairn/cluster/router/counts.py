@@ -28,7 +28,7 @@ class Counts:
             ("kv_hits", "Requests without a name whose prompt some replica held, in part at least.", index.hits),
             ("kv_misses", "Requests without a name whose prompt no replica was known to hold.", index.misses),
             ("kv_stale", "Requests whose replica had less than half of what the index expected.", index.stale),
-            ("kv_snapshots", "Times that a replica told all its blocks anew.", index.snapshots),
+            ("kv_snapshots", "Times that a replica reported all its blocks.", index.snapshots),
         ):
             full = f"cairn_router_{name}_total"
             lines += [f"# HELP {full} {help}", f"# TYPE {full} counter", f"{full} {value}"]

@@ -45,7 +45,7 @@ WHOLE_BYTES = 4 << 20
 MOST_NAMES = 10_000
 """Requests whose replica is remembered, for those that ask for their events."""
 LEAST_EXPECTED = 64
-"""Tokens below which nobody counts whether they were there."""
+"""Fewest expected tokens for which a miss counts as stale."""
 CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)": ?([0-9]{1,9})')
 USAGE_BYTES = 4096
 """Bytes at the end of an answer in which its usage stands."""

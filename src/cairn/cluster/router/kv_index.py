@@ -1,8 +1,8 @@
-"""Which replica holds how much of a request's prompt, as far as servers have told: a hint, which changes no answer.
+"""Which replica holds how much of a request's prompt, as far as servers have reported: a hint, which changes no answer.
 
     texts     digest of a text -> the block that ends there, and tokens: the same for all replicas
     blocks    of each replica, with the tiers that hold them
-    sent      texts that went to a replica a short time ago, and whose blocks it has not told yet
+    sent      texts that went to a replica a short time ago, and whose blocks it has not reported yet
 
 A replica holds a prompt as far as the longest beginning of its text whose block it has. What is stale or missing here
 costs time alone: the replica computes what it does not find.
@@ -24,7 +24,7 @@ MOST_BLOCKS = 1 << 18
 MOST_SENT = 1 << 14
 """Texts of one replica whose blocks are awaited."""
 SENT_SECONDS = 30.0
-"""How long a replica counts as having what it was sent, without having told so."""
+"""How long a replica counts as having what it was sent, before it reports so."""
 TEXT_BYTES = 4.0
 """Bytes of text that count as a token where nothing better is known."""
 _TIERS = {"GPU": 1, "CPU": 2, "DISK": 4}
@@ -109,20 +109,20 @@ class KnownText(NamedTuple):
 
 
 class KvIndex:
-    """The texts that servers told of, and what was found by them."""
+    """The texts that servers reported, and how often they helped."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.hits = self.misses = self.stale = self.snapshots = 0
         """Requests of which some replica held a part, those of which none did, those whose replica had less than half
-        of what was expected, and times that a replica told all its blocks."""
+        of what was expected, and times that a replica reported all its blocks."""
 
     def __len__(self) -> int:
         """Return the number of texts."""
         return len(self._texts)
 
     def learn(self, texts: Sequence[tuple[int, int, int]]) -> None:
-        """Take (text, block, tokens) that a server told."""
+        """Take (text, block, tokens) that a server reported."""
         for text, block, tokens in texts:
             if tokens > 0:
                 self._texts[text] = block, tokens

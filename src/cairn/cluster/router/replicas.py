@@ -87,7 +87,7 @@ class Replica:
     """Prompt tokens a second whose KV it loads."""
     queue: float = 0.0
     """Seconds until all that waited for it had begun, when it was asked last."""
-    told_at: float = 0.0
+    reported_at: float = 0.0
     """When that was."""
     shares: bool = False
     """Whether it can load what other replicas stored."""
@@ -229,7 +229,7 @@ class Replicas:
         with contextlib.suppress(msgspec.MsgspecError):
             said = msgspec.json.decode(b"".join(parts), type=_Role)
             replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
-            replica.queue, replica.told_at, replica.shares = said.queue_seconds, time.monotonic(), said.shares
+            replica.queue, replica.reported_at, replica.shares = said.queue_seconds, time.monotonic(), said.shares
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -257,7 +257,7 @@ class Replicas:
 
         `tried`: replicas to use only where there are no others.
         """
-        key = wanted.key or (_beginning(wanted.text()) if self._routing == "kv" else b"")
+        key = wanted.key or (_beginning(wanted.text()) if self.by_kv else b"")
         up = [one for one in self.all if one.up and one not in tried] or [one for one in self.all if one.up]
         able = [one for one in up if not one.draining] or up
         able = [one for one in able if one.role != "prefill"] or able
@@ -271,7 +271,7 @@ class Replicas:
         ranked = sorted(able, key=lambda one: hashlib.blake2b(key, key=one.seed[:64], digest_size=8).digest())
         limit = CROWDED * sum(one.busy for one in able) / len(able) + SLACK
         free = [one for one in ranked if one.busy < limit] or ranked
-        if self._routing == "kv" and len(able) > 1 and not (wanted.named and free[0] is ranked[0]):
+        if self.by_kv and len(able) > 1 and not (wanted.named and free[0] is ranked[0]):
             return self._soonest(free, wanted.text())
         return Choice(free[0])
 
@@ -308,9 +308,9 @@ class Replicas:
         loading = min(computing, 1 / one.loads) if one.loads else computing / USUAL_GAIN
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
-        # What it told is up to a second old: without a request in hand there, those that waited then are over.
-        told = one.told_at + one.queue - now if one.busy else 0.0
-        queue = max(0.0, told, one.computing - now)
+        # What it reported is up to a second old: without a request in hand there, those that waited then are over.
+        reported = one.reported_at + one.queue - now if one.busy else 0.0
+        queue = max(0.0, reported, one.computing - now)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:

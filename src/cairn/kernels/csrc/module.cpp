@@ -133,7 +133,7 @@ const std::vector<const Variant*>& compiled() {
     return all;
 }
 
-// Variants for tests, which nobody is offered.
+// Variants for tests, which `--kernels` does not offer.
 const std::vector<const Variant*>& models() {
     static const std::vector<const Variant*> all = {
 #if defined(CAIRN_HAS_AMXMODEL)
