@@ -6,6 +6,7 @@ describes is exported once, with its KV as state; its weights are bfloat16, or b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -28,7 +29,8 @@ class Side(Timed):
         began = time.perf_counter()
         path = Path(folder) / f"openvino-{bits}"
         if not (path / "openvino_model.xml").exists():
-            export(Path(folder), path, bits)
+            with contextlib.redirect_stdout(sys.stderr):  # it shows its progress
+                export(Path(folder), path, bits)
         options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "bf16"}
         compiled = openvino.Core().compile_model(path / "openvino_model.xml", "CPU", options)
         self.names = {name for one in compiled.inputs for name in one.names}
