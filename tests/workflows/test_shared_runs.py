@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from cairn.agents import shared_journals
 from cairn.agents.journals import Journal
-from cairn.agents.shared import shared_journals
-from cairn.agents.shared.shared_journals import SharedJournals
+from cairn.agents.shared_journals import SharedJournals
 from cairn.cluster.chain import Moved, Running
 from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore

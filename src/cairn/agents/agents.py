@@ -24,20 +24,19 @@ from cairn.agents.chat_records import ChatRecords
 from cairn.agents.content import Content
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
-from cairn.agents.listing import list_agents, list_turns
+from cairn.agents.listing import Overview, list_agents, list_turns
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import Savings
 from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.maintenance import Maintenance
-from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import import_kv, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
-from cairn.agents.shared.shared_journals import SharedJournals
-from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
+from cairn.agents.shared_journals import SharedJournals
+from cairn.agents.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from cairn.agents.agent_service import AgentService
 from cairn.agents.log.index import RecordKind
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.shared.shared_replays import SharedReplays
+from cairn.agents.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
 from cairn.served_models.services import Services
 from cairn.text.chat.prompt import Sampled

@@ -24,7 +24,7 @@ from cairn.agents.log.records import EntryRecord, JournalRecord, check, decode
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.shared.shared_journals import (
+from cairn.agents.shared_journals import (
     AT_ONCE,
     EntriesAdded,
     JournalChange,

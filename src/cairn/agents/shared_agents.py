@@ -22,7 +22,6 @@ from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.shared_bodies import (
     Replayed,
     SharedAgent,
@@ -35,6 +34,7 @@ from cairn.agents.shared_bodies import (
     shared_agent,
     shared_turn,
 )
+from cairn.agents.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running

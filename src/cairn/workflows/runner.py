@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.concurrency import as_places_free, together
 from cairn.agents.journals import Journal, Journals
 from cairn.frontend.requests import SamplingOptions
+from cairn.system.concurrency import as_places_free, together
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.tokens.json_texts import length
 from cairn.text.tokens.tokenizer import INLINE

@@ -26,8 +26,8 @@ import msgspec
 
 from cairn import __version__
 from cairn.agents.agents import Agents
+from cairn.agents.listing import Overview
 from cairn.agents.log.records import Savings
-from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.state import ServerState

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
-from cairn.agents.shared import shared_replays
-from cairn.agents.shared.shared_replays import AT_ONCE, SharedReplays
+from cairn.agents import shared_replays
+from cairn.agents.shared_replays import AT_ONCE, SharedReplays
 from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore
 from cairn.system.posix import SystemClock

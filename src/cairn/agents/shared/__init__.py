@@ -1,1 +1,0 @@
-"""Journals, and the exact tokens of ordinary chats, in a store that several servers share."""
