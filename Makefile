@@ -68,7 +68,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@echo "The first time this takes one to two minutes, half of it the compiler; a start later takes a second or two."
 	@$(PIP_CAIRN) $(KERNELS) --editable .
 	@$(SLOW)
-	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.worker.worker, cairn.engine.device, cairn.text.render.render_process'
+	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.worker.worker, cairn.engine.load_engine, cairn.text.render.render_process'
 	@touch $@
 
 # Not after .installed: the kernels would be compiled twice. torch first and pinned: a plain dependency on torch would

@@ -12,8 +12,8 @@ import time
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.system.posix import SystemClock
 from cairn.types.request import Request, SamplingParams
 

@@ -355,8 +355,8 @@ def scheduler() -> float:
     """Return the seconds of plan + commit at 32 decoding rows."""
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.pool.cache import Cache
-    from cairn.scheduler.plan import Limits
     from cairn.scheduler.scheduler import Scheduler
+    from cairn.scheduler.step_budget import Limits
     from cairn.system.posix import SystemClock
     from cairn.types.request import Request, SamplingParams
 

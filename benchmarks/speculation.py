@@ -26,14 +26,14 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.kernels.choose import chosen
 from cairn.kv.pool.cache import Cache
 from cairn.models.hub.hub import locate
 from cairn.scheduler.drafts.drafter import Drafter
 from cairn.scheduler.drafts.policy import MeasuredPolicy
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.system.posix import SystemClock
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import Request, SamplingParams

@@ -20,7 +20,7 @@ from cairn.cli import app
 from cairn.config.config import Config
 from cairn.config.option import options
 from cairn.served_models import model_health
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import served_models
 from cairn.system.metrics import Metrics, ServerMetrics
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.kernels import devices
 from cairn.kernels.base import Kernels, Quantized
 from cairn.kernels.program import KernelCall

@@ -13,7 +13,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import TurnParams
 from cairn.config.config import Config
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.system.posix import SystemClock
 from cairn.text.chat.replay import ReplayTable

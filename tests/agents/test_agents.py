@@ -13,7 +13,7 @@ from cairn.agents.agent_service import check_id
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, TokensRecord, decode
 from cairn.agents.log.token_log import TokenLog
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
 from cairn.types.stats import Miss
 from tests.agents.house import FOLDER, GREEDY, Heard, House, file_of, hear, house
@@ -24,7 +24,7 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
     """Return the answer that a client gets which resends its conversation."""
-    from cairn.frontend.requests import RequestParams, requests
+    from cairn.frontend.request_options import RequestParams, requests
     from cairn.types.outputs import Delta
 
     service = at.service

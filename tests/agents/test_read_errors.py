@@ -21,7 +21,7 @@ from cairn.agents.log.records import TurnRecord, pack
 from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Turn
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.types.errors import Conflict, Damaged, NotFound, Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import FOLDER, House, file_of, hear, house

@@ -11,7 +11,7 @@ from cairn.agents import replay_records as replays_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.segment import Record
 from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
-from cairn.frontend.requests import RequestParams, requests
+from cairn.frontend.request_options import RequestParams, requests
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.outputs import Delta

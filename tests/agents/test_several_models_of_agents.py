@@ -13,7 +13,7 @@ import pytest
 from cairn.agents.agents import Agents
 from cairn.agents.turns import TurnParams
 from cairn.config.config import Config
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import NotLoaded, Unavailable
 from tests.agents.house import GREEDY, hear

@@ -14,7 +14,7 @@ from cairn.api.http.auth import salts
 from cairn.config.config import Config
 from cairn.config.values import ModelOptions
 from cairn.frontend.service import Service
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
 from tests.agents.house import House, house
 from tests.api.sockets import Site, events, site

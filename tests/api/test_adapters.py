@@ -16,6 +16,7 @@ import pytest
 
 from cairn.config.config import Config
 from cairn.config.values import AdapterOptions
+from cairn.frontend import adapter_services
 from cairn.frontend.service import Service
 from tests.adapter_files import random_peft
 from tests.api.process import served
@@ -282,9 +283,7 @@ async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path
 
 
 async def test_endless_combinations_of_scales_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cairn.frontend import adapters
-
-    monkeypatch.setattr(adapters, "MOST_VIEWS", 3)
+    monkeypatch.setattr(adapter_services, "MOST_VIEWS", 3)
     async with at(tmp_path) as http:
         first = said(await chat(http, model="tiny:sql"))
         for number in range(8):
@@ -296,7 +295,7 @@ async def test_an_adapted_model_is_found_by_its_identity_from_the_start(tmp_path
     """The KV of an agent from an earlier run is pinned, and can be erased, before any request names the adapter
     again.
     """
-    from cairn.frontend.adapters import AdaptedService, ServedAdapters
+    from cairn.frontend.adapter_services import AdaptedService, ServedAdapters
 
     settings = config(make_model(tmp_path / "tiny"), adapters=fake_adapters(tmp_path, "sql"), kv_disk=False)
     service = await Service.start(settings, in_process=True)

@@ -23,7 +23,7 @@ from cairn.api.http.auth import salts
 from cairn.config.config import Config
 from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.kv.disk.chunk_file import parse_name
 from cairn.text.grammar.grammar import ToolChoice, Wanted

@@ -11,7 +11,7 @@ import pytest
 from cairn.api.lifetime import _announce, elsewhere
 from cairn.config.config import Config
 from cairn.system.posix import JsonLines, SystemNetwork
-from tests.frontend.test_requests import SPEC
+from tests.frontend.test_request_options import SPEC
 
 
 class House:

@@ -15,8 +15,8 @@ import pytest
 
 import cairn
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.load_engine import load_engine
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import SamplingParams
 from tests.api.process import KV_GB, Served, alive, served

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cairn.api.chat.wire import usage_object
+from cairn.api.chat.openai_chunks import usage_object
 from cairn.cli import main
 from cairn.cli.connection import client as client_module
 from cairn.cli.connection.client import Client, connect

@@ -14,7 +14,7 @@ from cairn.config.config import Config, draft_options
 from cairn.engine import cpu_experts, memory
 from cairn.engine import needs as needs_of
 from cairn.engine.cpu_experts import divided, sentence, settled
-from cairn.engine.device import check_files, load_engine
+from cairn.engine.load_engine import check_files, load_engine
 from cairn.engine.memory import WeightMemory, beside_weights, check_memory, pool_blocks, weight_memory
 from cairn.engine.needs import needs
 from cairn.frontend.device_fallback import DeviceFallback

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: no device but the CPU is tested")
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.engine.parallel import ParallelEngine
 from cairn.engine.rank_group import ShardKernels
 from cairn.engine.shards import ShardedWeights, check_parallel

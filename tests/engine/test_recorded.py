@@ -15,7 +15,7 @@ import threadpoolctl
 
 from cairn.config.config import Config
 from cairn.engine import recorded
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.engine.recorded import RecordedEngine
 from cairn.engine.row_results import NOT_FINITE, LogitsQuestion
 from cairn.kernels import native, reference

@@ -19,7 +19,7 @@ from cairn import LLM, AsyncLLM
 from cairn.config.config import Config
 from cairn.entrypoints.answer import AsyncStream, ToolCall
 from cairn.entrypoints.llm import _Loop
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.types.errors import (
     Cancelled,
     ConfigError,

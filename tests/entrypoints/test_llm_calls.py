@@ -26,7 +26,7 @@ from cairn.entrypoints.answer import ToolCall
 from cairn.entrypoints.inputs import conversations, form_of, offered_tools
 from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords
 from cairn.entrypoints.progress import BatchProgress
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.types.errors import ConfigError, GenerationFailed, InvalidRequest, ModelError, Unavailable
 from tests.entrypoints.conftest import SMALL
 from tests.scripted_model import write_scripted

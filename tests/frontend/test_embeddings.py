@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.load_engine import load_engine
 from cairn.frontend import embeddings
 from cairn.frontend.embeddings import MAX_READ, Asking, _encoded_pairs, vectors
 from cairn.frontend.service import Service

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.frontend.requests import SamplingOptions, sampling_params
+from cairn.frontend.request_options import SamplingOptions, sampling_params
 from cairn.frontend.sampling_extras import ORDERS
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.request import SamplingParams

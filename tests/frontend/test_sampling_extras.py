@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cairn.frontend.requests import SamplingOptions, sampling_params
+from cairn.frontend.request_options import SamplingOptions, sampling_params
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import SamplingExtras, SamplingParams

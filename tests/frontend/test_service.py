@@ -20,8 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.load_engine import load_engine
 from cairn.frontend import admission, request_table
 from cairn.frontend.launch import launch_first
 from cairn.frontend.service import Service
@@ -840,7 +840,7 @@ async def test_too_little_memory_for_the_pool_is_an_error_with_the_option(
     def load(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("cairn.engine.device.load_engine", load)
+    monkeypatch.setattr("cairn.engine.load_engine.load_engine", load)
     with pytest.raises(ModelError, match=r"lower --kv-gb, .* \(ulimit -v\)"):
         await Service.start(config(folder), in_process=True)
     assert "Traceback" not in capfd.readouterr().err

@@ -16,8 +16,8 @@ from cairn.frontend import launch
 from cairn.frontend.service import Service
 from cairn.frontend.worker_connection import Patience, Watchdog
 from cairn.kv.pool.cache import Cache
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.types.errors import GenerationFailed
 from cairn.types.request import Request, SamplingParams
 from cairn.types.step import Row, RowResult

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from cairn import LLM
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
+from cairn.engine.load_engine import load_engine
 from cairn.frontend.embeddings import INSTRUCTION
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ContextTooLong, InvalidRequest, ModelError

@@ -64,7 +64,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     if knows.returncode:
         pytest.skip("this assembler does not know AMX")
-    source = SOURCES / "tile_products.cpp"
+    source = SOURCES / "amx_variant.cpp"
     jobs = [
         [*FLAGS.split(), "-DCAIRN_VARIANT=amx", "-c", source, "-o", folder / "amx.o"],
         [*FLAGS.split(), f"-DCAIRN_VARIANT={MODEL}", "-DCAIRN_TILE_MODEL", "-c", source, "-o", folder / "model.o"],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.engine.recorded import RecordedEngine
 from cairn.kernels import devices, self_test
 from cairn.kernels.reference import ReferenceKernels
@@ -122,7 +122,7 @@ def test_auto_is_the_cpu_while_no_other_device_keeps_answers() -> None:
 def test_a_cpu_install_never_imports_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from cairn.config.config import Config\n"
-        "from cairn.engine.device import load_engine\n"
+        "from cairn.engine.load_engine import load_engine\n"
         "load_engine(Config(threads=1, kv_gb=0.01), Path(sys.argv[1]))[1].close()\n"
         "assert 'torch' not in sys.modules"
     )

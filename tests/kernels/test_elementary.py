@@ -227,8 +227,8 @@ ALLOWED = {
     ("kernels/extras.py", "log2"),
     ("kernels/extras.py", "**"),
     ("engine/profile.py", "**"),  # a mean of speeds
-    ("kv/disk/codec_check.py", "exp"),
-    ("kv/disk/codec_check.py", "log"),
+    ("kv/disk/codec_comparison.py", "exp"),
+    ("kv/disk/codec_comparison.py", "log"),
     # rounded to float32 at once
     ("models/families/uneven_spec.py", "inv_cdf"),
 }

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "kernel.h"
-#include "tile_cpu.h"
-#include "tile_products.h"
+#include "amx_cpu.h"
+#include "amx_variant.h"
 
 namespace cairn {
 

@@ -10,7 +10,7 @@ import pytest
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
-from cairn.scheduler.plan import Limits
+from cairn.scheduler.step_budget import Limits
 from cairn.types.outputs import FinishReason
 from cairn.types.request import SamplingParams
 from tests.kv.tiered import Between, Rig

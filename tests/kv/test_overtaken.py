@@ -12,7 +12,7 @@ import pytest
 from cairn.kv.disk.codec import Raw
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk, Store
-from cairn.scheduler.plan import Limits
+from cairn.scheduler.step_budget import Limits
 from tests.files import CrashFiles, Fault
 from tests.kv import stored
 from tests.kv.stored import chain, keys

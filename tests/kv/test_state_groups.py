@@ -15,7 +15,7 @@ from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.cache import Cache
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.write_behind import WriteLimits
-from cairn.scheduler.plan import Limits
+from cairn.scheduler.step_budget import Limits
 from cairn.types.outputs import FinishReason
 from cairn.types.request import SamplingParams
 from cairn.types.stats import Miss

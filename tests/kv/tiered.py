@@ -13,8 +13,8 @@ from cairn.kv.tiers.reader import LoadMode
 from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport, TierStats

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cairn.agents.log.index import RecordKind
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.kv.pool.blocks import common_length
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cairn.engine.row_results import sample
 from cairn.kv.disk.codec import Q8
-from cairn.kv.disk.codec_check import compare
+from cairn.kv.disk.codec_comparison import compare
 from cairn.types.model_spec import CacheGroup
 from cairn.types.step import EngineInfo, Ready, Row, RowResult
 from tests.laws.simulator import law

@@ -156,7 +156,8 @@ SPECULATION = "scheduler/speculation.py"
 MTP_HEAD = "scheduler/drafts/mtp_head.py"
 SPARE_STATES = "kv/pool/spare_states.py"
 SAMPLING_ROWS = "engine/row_results.py"
-PLAN = "scheduler/plan.py"
+STEP_BUDGET = "scheduler/step_budget.py"
+PLANNED_STEP = "scheduler/planned_step.py"
 SEQUENCE = "scheduler/sequence.py"
 WAITING = "scheduler/queue.py"
 ROUNDS = "scheduler/fairness.py"
@@ -166,7 +167,7 @@ TEXT = "text/output/stream.py"
 BYTES = "text/tokens/detokenizer.py"
 FLIGHT = "frontend/request_state.py"
 WORKER = "worker/worker.py"
-CHECK = "kv/disk/codec_check.py"
+CHECK = "kv/disk/codec_comparison.py"
 VOCABULARY = "kernels/sampling.py"
 DISK = "kv/disk/store.py"
 STATE = "kv/disk/budget.py"
@@ -176,6 +177,7 @@ FOLDER = "kv/disk/folder.py"
 CHUNKS = "kv/disk/chunk_file.py"
 PINS = "kv/disk/pins.py"
 DISK_MAINTENANCE = "kv/disk/maintenance.py"
+REBUILD_INDEX = "kv/disk/rebuild_index.py"
 LOG = "agents/log/token_log.py"
 SEGMENT = "agents/log/segment.py"
 INDEX = "agents/log/index.py"
@@ -205,7 +207,7 @@ BUGS = (
     Bug("a key forgets what came before its block", PREFIX, "extend", "parent + struct.pack(f'<{len(tokens)}I', *tokens)", "struct.pack(f'<{len(tokens)}I', *tokens)"),
     Bug("tenants share keys", PREFIX, "root", "(_DOMAIN, identity, salt, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))", "(_DOMAIN, identity, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))"),
     Bug("a whole-prompt hit leaves nothing to compute", CACHE, "Cache._hit", "len(tokens) - 1", "len(tokens)"),
-    Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan._start", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
+    Bug("the last block of a whole-prompt hit is not copied", PLANNED_STEP, "Plan._start", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
     Bug("a part of a block is copied for the first group only", PARTIAL_BLOCKS, "PartialBlocks.copy", "self._copies.append(Copy(number, part.blocks[number], table[hit]))", "self._copies += [Copy(number, part.blocks[number], table[hit])][:1 - number]"),
     Bug("a block is reused beyond the tokens in which it agrees", BLOCKS, "BlockPool.nearest", "found, most = (block, count)", "found, most = (block, len(tokens))"),
     Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "common_length(own, tokens)", "common_length(own[1:], tokens[1:]) + 1"),
@@ -255,15 +257,15 @@ BUGS = (
     Bug("a victim of this plan keeps its row", SCHEDULER, "Scheduler.plan", "self._preemptions != preemptions", "False"),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Scheduler._add_prompts", "self._step_tokens - len(work)", "self._step_tokens"),
     Bug("a step's budget ignores time", SCHEDULER, "Scheduler._add_prompts", "self._pace.tokens(len(work), extra)", "math.inf"),
-    Bug("a slow machine reads no prompt", PLAN, "PrefillPace.tokens", "self._least", "0"),
-    Bug("time is short where nobody waits", PLAN, "PrefillPace.tokens", "not rows or not self._each", "not self._each"),
-    Bug("on a slow machine a long prompt takes all the time", PLAN, "StepBudget._keep_half", "self._most - self._most // 2", "self._most"),
-    Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "StepBudget.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
+    Bug("a slow machine reads no prompt", STEP_BUDGET, "PrefillPace.tokens", "self._least", "0"),
+    Bug("time is short where nobody waits", STEP_BUDGET, "PrefillPace.tokens", "not rows or not self._each", "not self._each"),
+    Bug("on a slow machine a long prompt takes all the time", STEP_BUDGET, "StepBudget._keep_half", "self._most - self._most // 2", "self._most"),
+    Bug("what a long prompt leaves on a slow machine is nobody's", STEP_BUDGET, "StepBudget.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "Scheduler._admit", "len(self._running) + skipped.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "Scheduler._admit", "budget.left < 1 or len(self._running) + skipped.any >= self._max_rows", "self._running or budget.left < 1 or len(self._running) + skipped.any >= self._max_rows"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._open", "sequence.spare = spare\nreturn Admission.STOPS", "sequence.spare = spare\nreturn Admission.PASSES"),
-    Bug("a long prompt leaves short ones no room", PLAN, "StepBudget.offer", "self._keep_half()", "pass"),
-    Bug("a long prompt gets nothing beside short ones", PLAN, "StepBudget._keep_half", "self._most - self._most // 2", "0"),
+    Bug("a long prompt leaves short ones no room", STEP_BUDGET, "StepBudget.offer", "self._keep_half()", "pass"),
+    Bug("a long prompt gets nothing beside short ones", STEP_BUDGET, "StepBudget._keep_half", "self._most - self._most // 2", "0"),
     Bug("deadlines are not looked at", SCHEDULER, "Scheduler.plan", "now >= self._next_deadline", "False"),
     Bug("a deadline is reported as success", SCHEDULER, "Scheduler._expire", "FinishReason.DEADLINE", "FinishReason.LENGTH"),
     Bug("the next deadline is forgotten", SCHEDULER, "Scheduler._expire", "min((s.deadline for s in self._sequences.values()), default=math.inf)", "math.inf"),
@@ -321,7 +323,7 @@ BUGS = (
     Bug("a draft is longer than the answer may be", SPECULATION, "Speculation.guess", "sequence.longest - length - 1", "sequence.longest"),
     Bug("the blocks of wrong guesses are kept", SCHEDULER, "Scheduler._advance_draft", "self._cache.shrink(sequence.kv, len(sequence.tokens))", "pass"),
     Bug("guesses are no tokens of the step", SCHEDULER, "Scheduler._add_prompts", "self._step_tokens - len(work) - extra", "self._step_tokens - len(work)"),
-    Bug("a row with guesses counts as a prompt", PLAN, "sizes", "row.end - row.start - row.draft - one.again", "row.end - row.start"),
+    Bug("a row with guesses counts as a prompt", PLANNED_STEP, "sizes", "row.end - row.start - row.draft - one.again", "row.end - row.start"),
     Bug("a sequence with mirostat has guesses", SEQUENCE, "Sequence.__init__", "request.want == 'token' and self.mu is None", "request.want == 'token'"),
     Bug("a drafter hears of tokens twice", SPECULATION, "Speculation.guess", "sequence.known = length", "pass"),
     Bug("a drafter outlives its request", SCHEDULER, "Scheduler._end", "self._speculation.policy.close(sequence.drafter)", "pass"),
@@ -331,7 +333,7 @@ BUGS = (
     Bug("the head goes on behind its own guesses", MTP_HEAD, "MtpHead._read", "states = guesses.take(known - start)", "states = guesses.take(known - start)\nguesses.read += width - 1"),
     Bug("the head keeps the blocks of what has ended", MTP_HEAD, "MtpGuesses.forget", "self._head.give_back(self.blocks)", "self.blocks.clear()"),
     Bug("a state goes on behind a wrong guess", CACHE, "Cache.settle_guesses", "self._states and right < end", "False"),
-    Bug("the state before a draft is not copied", PLAN, "Plan._start", "self.copies", "[one for one in self.copies if engine.info.groups[one[0]].kind != 'state']"),
+    Bug("the state before a draft is not copied", PLANNED_STEP, "Plan._start", "self.copies", "[one for one in self.copies if engine.info.groups[one[0]].kind != 'state']"),
     Bug("the copy of a state stays held", SPARE_STATES, "SpareStates.drop", "pool.release((spare,))", "pass"),
     Bug("the state that wrong guesses left stays held", SPARE_STATES, "SpareStates.restore", "pool.release((table[index],))", "pass"),
     Bug("a block between the ends of a row is missing at its new end", CACHE, "Cache.shrink", "table[-1] == NO_BLOCK", "False"),
@@ -442,7 +444,7 @@ BUGS = (
     Bug("what takes the place of a pinned tail is not pinned", DISK_INDEX, "DiskIndex._is_pinned", "bool(heads) and any((head in heads for head in _heads(entry)))", "False"),
     Bug("a tail stays on the disk beside what begins with it", DISK_WRITER, "DiskWriter._index", "[one.id for one in state.index.replaced(entry)]", "[]"),
     Bug("a tail is written that is a part of what is there", DISK_WRITER, "DiskWriter._plan", "state.index.replaces(key)", "False"),
-    Bug("a start keeps tails beside what begins with them", DISK_MAINTENANCE, "fill", "index.family([entry.id for entry in index.live() if index.replaces(entry.id)])", "[]"),
+    Bug("a start keeps tails beside what begins with them", REBUILD_INDEX, "rebuild_index", "index.family([entry.id for entry in index.live() if index.replaces(entry.id)])", "[]"),
     Bug("a file says nothing of its blocks", CHUNKS, "encode", "Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages), chunk.heads)", "Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages))"),
     Bug("a chunk is evicted before what extends it", DISK_INDEX, "DiskIndex._evictable", "entry.live and (not entry.children) and (not entry.held) and (not self._is_pinned(entry))", "entry.live and (not entry.held) and (not self._is_pinned(entry))"),
     Bug("uses are not noted", DISK_INDEX, "DiskIndex.use", "now > entry.used", "False"),
@@ -466,7 +468,7 @@ BUGS = (
     Bug("a file that could not be removed is forgotten", STATE, "DiskState.clear", "entry.going = False", "pass"),
     Bug("a sync that failed is not repeated", STATE, "DiskState.sync", "self.fail('write', error)", "self.fail('write', error)\nself._unsynced.clear()"),
     Bug("evictions are not counted", STATE, "DiskState.make_room", "self.count(evicted=cleared)", "pass"),
-    Bug("orphans stay on the disk", DISK_MAINTENANCE, "fill", "found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]", "found.junk"),
+    Bug("orphans stay on the disk", REBUILD_INDEX, "rebuild_index", "found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]", "found.junk"),
     Bug("leftovers that could not be removed stay", DISK_MAINTENANCE, "clean", "state.folder.tidy()", "()"),
     # the check of codecs
     Bug("agreement is of the tokens that were read", CHECK, "judged", "one.top[0][0] == other.top[0][0]", "one.token == other.token"),

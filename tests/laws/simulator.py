@@ -31,9 +31,10 @@ from cairn.scheduler.drafts.combined import CombinedDrafter
 from cairn.scheduler.drafts.drafter import Drafter, States
 from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.suffix import SuffixDrafter
-from cairn.scheduler.plan import Limits, Plan, PrefillPace
+from cairn.scheduler.planned_step import Plan
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
+from cairn.scheduler.step_budget import Limits, PrefillPace
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.outputs import FinishReason, Output, TokenLogprob

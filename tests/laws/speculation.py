@@ -28,9 +28,9 @@ from cairn.models.spec.config import load_spec
 from cairn.scheduler.drafts.drafter import Drafter, States
 from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.policy import MeasuredPolicy
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
+from cairn.scheduler.step_budget import Limits
 from cairn.system.posix import SystemClock
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import FinishReason, Output

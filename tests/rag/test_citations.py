@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.rag.citations import MOST, CitationFilter
 from cairn.rag.collections import Collections
 from cairn.rag.definition import DocumentChunk, SearchHit

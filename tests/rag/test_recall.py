@@ -14,7 +14,7 @@ import pytest
 
 from cairn.config.config import Config
 from cairn.frontend.embeddings import Asking
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.rag.citations import CitationFilter
 from cairn.rag.collections import NO_ANSWER, Collections, Embedder

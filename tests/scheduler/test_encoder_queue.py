@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Plan
+from cairn.scheduler.planned_step import Plan
+from cairn.scheduler.step_budget import Limits
 from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request, SamplingParams

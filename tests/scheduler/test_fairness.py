@@ -5,10 +5,10 @@ from __future__ import annotations
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.fairness import AGE_SECONDS, Classes, RoundRobin
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Sequence
+from cairn.scheduler.step_budget import Limits
 from cairn.system.posix import SystemClock
 from cairn.types.request import Request, SamplingParams
 

@@ -13,9 +13,10 @@ from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.drafts.drafter import DraftPolicy
-from cairn.scheduler.plan import ENOUGH_TOKENS, Limits, Plan
+from cairn.scheduler.planned_step import Plan
 from cairn.scheduler.scheduler import PATIENCE, Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence
+from cairn.scheduler.step_budget import ENOUGH_TOKENS, Limits
 from cairn.types.errors import Conflict, ContextTooLong, DeviceMemoryError, InvalidRequest
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request, SamplingParams

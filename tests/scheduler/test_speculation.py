@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request, SamplingParams
 from cairn.types.step import Ready

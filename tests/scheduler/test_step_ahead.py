@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cairn.engine.fake import FakeEngine
-from cairn.scheduler.plan import Plan
+from cairn.scheduler.planned_step import Plan
 from cairn.types.errors import DeviceMemoryError
 from cairn.types.outputs import FinishReason
 from cairn.types.step import EngineCall, Row, RowResult

@@ -14,8 +14,8 @@ import pytest
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.types.request import Request, SamplingParams
 from cairn.types.step import RowResult
 

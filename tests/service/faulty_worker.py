@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.config.config import Config
-from cairn.engine import device, memory
+from cairn.engine import load_engine, memory
 from cairn.engine.fake import FakeEngine
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types.errors import DeviceError, DeviceMemoryError, ModelError, NoDevice
@@ -140,17 +140,17 @@ def main() -> int:
         time.sleep(60)
 
     if mode in ("tight", "small"):
-        load = device.load_engine
+        load = load_engine.load_engine
 
         def fewer(config: Config, folder: Path, expected: int, blocks: tuple[int, ...], *more: Any) -> Any:
             if blocks:
                 raise ModelError("it needs 2 GB of memory, 1 GB are free")
             return load(config, folder, expected, (40,) if mode == "small" else (), *more)
 
-        device.load_engine = fewer
+        load_engine.load_engine = fewer
 
     if mode == "device_fails":
-        loads = device.load_engine
+        loads = load_engine.load_engine
 
         def noted(config: Config, folder: Path, expected: int, blocks: tuple[int, ...], *more: Any) -> Any:
             DEVICE.extend([config.device] if config.device != "cpu" else [])
@@ -158,7 +158,7 @@ def main() -> int:
                 raise NoDevice("device cuda:0 cannot be used: torch finds no GPU")
             return loads(config, folder, expected, blocks, *more)
 
-        device.load_engine = noted
+        load_engine.load_engine = noted
 
     if mode == "wedges":
         plan = Scheduler.plan

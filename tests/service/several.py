@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from cairn.config.config import Config
 from cairn.config.values import ModelOptions
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from tests.service.tiny import make_model
 
 

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from cairn.config.config import Config
-from cairn.frontend.requests import RequestParams, SamplingOptions, requests, sampling_params
+from cairn.frontend.request_options import RequestParams, SamplingOptions, requests, sampling_params
 from cairn.frontend.sampling_defaults import described, sampling_defaults, sentence, with_options
 from cairn.frontend.sampling_extras import NEUTRAL
 from cairn.types.model_spec import MakersSampling
 from cairn.types.request import SAMPLING_RANGES, OutputFormat
-from tests.frontend.test_requests import SPEC
+from tests.frontend.test_request_options import SPEC
 
 OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 

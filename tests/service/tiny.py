@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.load_engine import load_engine
 from cairn.frontend.service import Service
 from cairn.types.outputs import Delta, Done, Event
 from cairn.types.request import Request, SamplingParams

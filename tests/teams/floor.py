@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.journals import Journal, Journals
 from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.work_journals import Journal, Journals
 from cairn.teams.definition import Member, Team, Topology, check_team
 from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound

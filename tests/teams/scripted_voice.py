@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.agents.turns import Gate
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.teams.voice import Caller, Heard, Spoken
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.outputs import Delta

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cairn.agents.journals import JournalEntry
+from cairn.agents.work_journals import JournalEntry
 from cairn.teams import prompts
 from cairn.teams.definition import MAX_CALLS, SPEAKS, MemberTool, Team, Topology, check_team
 from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled

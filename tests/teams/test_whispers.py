@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cairn.agents.journals import JournalEntry
+from cairn.agents.work_journals import JournalEntry
 from cairn.teams import prompts
 from cairn.teams.definition import Topology, TopologyKind
 from cairn.teams.entries import Item, Poll, Posted

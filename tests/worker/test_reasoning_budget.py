@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cairn.frontend.requests import RequestParams, SamplingOptions, requests
+from cairn.frontend.request_options import RequestParams, SamplingOptions, requests
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
 from cairn.text.grammar.grammar import Shape, Structure

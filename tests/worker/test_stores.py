@@ -26,8 +26,8 @@ from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.spec.config import load_spec
-from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.request import Request, SamplingParams

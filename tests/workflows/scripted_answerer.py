@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.journals import Journals
 from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
-from cairn.frontend.requests import SamplingOptions
+from cairn.agents.work_journals import Journals
+from cairn.frontend.request_options import SamplingOptions
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
 from cairn.agents import shared_journals
-from cairn.agents.journals import Journal
 from cairn.agents.shared_journals import SharedJournals
+from cairn.agents.work_journals import Journal
 from cairn.cluster.chain import Moved, Running
 from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore

@@ -22,7 +22,6 @@ from cairn.agents.agent_service import AgentService, conflict, create_agent, imp
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.chat_records import ChatRecords
 from cairn.agents.content import Content
-from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
 from cairn.agents.listing import Overview, list_agents, list_turns
 from cairn.agents.log.index import RecordKind
@@ -40,6 +39,7 @@ from cairn.agents.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
+from cairn.agents.work_journals import Journals
 from cairn.cluster.beats import UsageExchange
 from cairn.cluster.shared import SharedStore, open_shared
 from cairn.config.config import Config, limits_of

@@ -20,7 +20,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RepeatedTurn, RunningTurn, said_before
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
-from cairn.frontend.requests import PLAIN, RequestParams, SamplingOptions
+from cairn.frontend.request_options import PLAIN, RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.served_models.services import Services

@@ -21,8 +21,12 @@ from typing import Any
 from cairn.api.admin import health
 from cairn.api.admin.adapters import AdapterAdmin
 from cairn.api.admin.kv_events import BlockEvents
+from cairn.api.admin.metrics import Metrics
+from cairn.api.admin.model_list import ModelList
 from cairn.api.admin.models import ModelAdmin
-from cairn.api.admin.requests import Admin, Props, StoredRoutes
+from cairn.api.admin.props import Props
+from cairn.api.admin.requests import RequestRoutes
+from cairn.api.admin.stored_kv import StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
 from cairn.api.chat.model_choice import ModelRouter
 from cairn.api.chat.state import ServerState
@@ -50,7 +54,7 @@ from cairn.api.page import Page
 from cairn.api.tracing import Tracing
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.system.deadline import DEADLINE
 from cairn.system.interfaces import Rng
 from cairn.system.posix import FACTS, SystemRng
@@ -80,7 +84,8 @@ class App:
         tables = (
             *(OpenAI, Responses, Anthropic, Embeddings, AgentRoutes, TeamRoutes, WorkflowRoutes, CollectionRoutes),
             *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, AdapterAdmin, StoredRoutes),
-            *(Ollama, OllamaEmbeddings, OllamaModels, Admin, Llama, TokenRoutes, Props),
+            *(Ollama, OllamaEmbeddings, OllamaModels, ModelList, RequestRoutes, Metrics),
+            *(Llama, TokenRoutes, Props),
         )
         page = Page(config, self.described)
         self._kv = BlockEvents(state)

@@ -30,7 +30,7 @@ from cairn.frontend.sampling_defaults import described
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
 from cairn.models.hub.hub import DEMO
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
 from cairn.system.interfaces import Network
 from cairn.system.posix import FACTS, SystemClock, SystemFiles, SystemNetwork, SystemRng

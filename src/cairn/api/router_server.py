@@ -16,7 +16,7 @@ from cairn.api.server import bind, raise_file_limit, return_freed_memory
 from cairn.cluster.router.app import RouterApp
 from cairn.cluster.router.kv_follow import KvFollowers
 from cairn.cluster.router.replicas import Replicas, Restart
-from cairn.cluster.router.ways import Apart, Routing
+from cairn.cluster.router.routing_options import Apart, Routing
 from cairn.config.config import Config
 from cairn.system.posix import SystemRng, log_to_stderr
 

@@ -13,7 +13,7 @@ from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 
 if TYPE_CHECKING:
-    from cairn.worker.check_codec import CheckResult
+    from cairn.worker.check_codec_command import CheckResult
 
 _CHECK = ("tokenizer", "engine", "device", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
         a server that uses the same --kv-dir first.
         """
         from cairn.system.posix import SystemClock, SystemFiles
-        from cairn.worker.check_codec import check_codec as check
+        from cairn.worker.check_codec_command import check_codec as check
 
         _print(_checked(check(resolved.config, SystemFiles(), SystemClock(), os.environ, text)))
 
@@ -140,7 +140,7 @@ def _swept(found: dict[str, Any]) -> Rows:
 
 
 def _checked(checked: CheckResult) -> Rows:
-    from cairn.kv.disk.codec_check import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
+    from cairn.kv.disk.codec_comparison import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
 
     found = checked.found
     return [

@@ -14,7 +14,7 @@ import typer
 
 from cairn.cli.common.options import Host, configured, server
 from cairn.cli.common.output import counted, talk
-from cairn.cluster.router.ways import APART, ROUTING
+from cairn.cluster.router.routing_options import APART, ROUTING
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError, ConfigError
 

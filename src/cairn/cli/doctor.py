@@ -141,7 +141,7 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     from cairn.cli.common.output import amount
     from cairn.engine import memory
     from cairn.engine.cpu_experts import divided, sentence
-    from cairn.engine.device import check_options
+    from cairn.engine.load_engine import check_options
     from cairn.kv.pool.cache import ANY, longest
     from cairn.models.hub import hub
     from cairn.models.packing.weight_format import HeldWeights, form_of

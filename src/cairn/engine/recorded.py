@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from cairn.config.config import Config
-from cairn.engine.adapters import AdapterBank
+from cairn.engine.attached_adapters import AdapterBank
 from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (

@@ -32,7 +32,7 @@ from cairn.entrypoints.keywords import (
     unknown_keyword,
 )
 from cairn.entrypoints.progress import BatchProgress
-from cairn.frontend.requests import RequestParams, SamplingOptions
+from cairn.frontend.request_options import RequestParams, SamplingOptions
 from cairn.frontend.structured_output import wanted_of
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.errors import ConfigError, InvalidRequest, Overloaded, Unavailable

@@ -134,7 +134,7 @@ def _import_all(load: wire.LoadModel) -> None:
     """
     import cairn.text.tokens.gguf
     import cairn.worker.worker  # noqa: F401
-    from cairn.engine.device import import_engine
+    from cairn.engine.load_engine import import_engine
 
     import_engine(load.config)
 

@@ -19,9 +19,9 @@ from cairn.frontend.admission import check_tokens
 from cairn.frontend.last_hour import LastHour
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
+from cairn.frontend.request_options import NO_PARAMS, RequestParams, SamplingOptions, requests
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests
 from cairn.frontend.sampling_defaults import with_options
 from cairn.frontend.stored_kv import StoredKv
 from cairn.frontend.stream import RequestStream
@@ -262,7 +262,7 @@ class Service(StoredKv):
     ) -> tuple[Request, ...]:
         """Make the requests of a prompt, one per choice, within the limits of the model and the configuration.
 
-        `ids` returns each one's id. Raises as `cairn.frontend.requests.requests`.
+        `ids` returns each one's id. Raises as `cairn.frontend.request_options.requests`.
         """
         return requests(
             self.spec,

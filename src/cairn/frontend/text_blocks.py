@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cairn.cluster.kv_events import block_hash
 from cairn.cluster.text_prefixes import TextPrefixes
-from cairn.frontend.adapters import AdaptedService
+from cairn.frontend.adapter_services import AdaptedService
 from cairn.frontend.service import Service
 from cairn.kv.pool.cache import lead
 from cairn.kv.pool.prefix import Chain, root

@@ -3,8 +3,8 @@
     line -> bias -> penalties -> DRY -> banned tokens -> temperature -> n-sigma -> top-k -> typical -> top-p -> min-p
          -> XTC -> one draw
 
-With `temperature_last` the temperature is applied after the cuts, as in `vocabulary`. Weights, ranks and draws are
-those of `vocabulary`; DRY, n-sigma, typical and the dynamic temperature are computed in float64.
+With `temperature_last` the temperature is applied after the cuts, as in `sampling`. Weights, ranks and draws are
+those of `sampling`; DRY, n-sigma, typical and the dynamic temperature are computed in float64.
 
     DRY          subtracts multiplier * base ** (n - allowed length) from a token that would extend a repetition of
                  length n

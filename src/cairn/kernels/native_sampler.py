@@ -1,4 +1,4 @@
-"""`vocabulary.Sampler` in C++ (csrc/sampler.cpp): the same tokens, bit for bit, for a fraction of the time."""
+"""`sampling.Sampler` in C++ (csrc/sampler.cpp): the same tokens, bit for bit, for a fraction of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 
 class NativeSampler:
-    """`vocabulary.Sampler` over the kernels' threads. Calls must not overlap."""
+    """`sampling.Sampler` over the kernels' threads. Calls must not overlap."""
 
     def __init__(self, native: Any) -> None:
         """Wrap `native`, a `_native.Sampler`."""

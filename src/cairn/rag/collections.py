@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from cairn.frontend.embeddings import Asking, finished, scores, vectors
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.rag.chunking import Section, UnreadableDocument, chunks, sections
 from cairn.rag.citations import CitationFilter

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from cairn.scheduler.fairness import Classes, RoundRobin
-from cairn.scheduler.plan import Limits, Plan, PrefillPace
+from cairn.scheduler.planned_step import Plan
 from cairn.scheduler.sequence import Matcher
+from cairn.scheduler.step_budget import Limits, PrefillPace
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing

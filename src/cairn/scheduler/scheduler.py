@@ -44,10 +44,11 @@ from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
 from cairn.scheduler.drafts.drafter import DraftPolicy
 from cairn.scheduler.encoder_queue import encoder_output
-from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
+from cairn.scheduler.planned_step import Plan, sizes
 from cairn.scheduler.queue import Skipped, WaitingQueue
 from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
 from cairn.scheduler.speculation import Speculation, sampled
+from cairn.scheduler.step_budget import Limits, PrefillPace, StepBudget
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing

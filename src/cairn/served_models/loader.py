@@ -18,7 +18,7 @@ import msgspec
 from cairn.config.config import Config
 from cairn.config.values import TenantTurns
 from cairn.engine.machine import memory_available
-from cairn.frontend.adapters import ServedAdapters
+from cairn.frontend.adapter_services import ServedAdapters
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
 from cairn.frontend.service import RequestIds, Service

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cairn.frontend.service import Service
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 
 
 def unready(models: Models) -> list[str]:

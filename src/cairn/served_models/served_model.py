@@ -23,7 +23,7 @@ from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from cairn.frontend.adapters import ServedAdapters
+    from cairn.frontend.adapter_services import ServedAdapters
     from cairn.frontend.service import Service
 
 log = logging.getLogger("cairn.api")

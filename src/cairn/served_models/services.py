@@ -9,7 +9,7 @@ from cairn.types.errors import NotLoaded
 from cairn.types.request import Adapters, adapted_salt
 
 if TYPE_CHECKING:
-    from cairn.frontend.adapters import ServedAdapters
+    from cairn.frontend.adapter_services import ServedAdapters
     from cairn.frontend.service import Service
     from cairn.text.chat.replay import ReplayTable
 

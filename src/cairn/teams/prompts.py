@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.agents.journals import JournalEntry
+from cairn.agents.work_journals import JournalEntry
 from cairn.teams.definition import Member, Team
 from cairn.teams.entries import (
     Ballot,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.journals import Journal, JournalEntry, Journals
-from cairn.frontend.requests import SamplingOptions
+from cairn.agents.work_journals import Journal, JournalEntry, Journals
+from cairn.frontend.request_options import SamplingOptions
 from cairn.system.concurrency import Runner, in_step
 from cairn.teams import prompts
 from cairn.teams.definition import SPEAKS, STATEMENT_TOKENS, Rule, Team

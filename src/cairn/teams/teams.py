@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.journals import Journal, JournalEntry
 from cairn.agents.log.records import check
+from cairn.agents.work_journals import Journal, JournalEntry
 from cairn.system.concurrency import together
 from cairn.teams import prompts
 from cairn.teams.definition import (

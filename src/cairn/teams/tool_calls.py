@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from cairn.agents.journals import JournalEntry
+from cairn.agents.work_journals import JournalEntry
 from cairn.teams.definition import MAX_CALLS, SPEAKS, Member
 from cairn.teams.entries import ToolAnswered, ToolCalled
 from cairn.text.grammar.grammar import Structure, Wanted

@@ -18,7 +18,7 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import Gate, TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.cluster.chain import Running
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import MessageBuilder
 from cairn.text.grammar.grammar import Wanted

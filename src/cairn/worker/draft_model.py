@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cairn.config.config import Config, draft_options
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError

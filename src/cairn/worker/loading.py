@@ -25,8 +25,9 @@ from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Planner
+from cairn.scheduler.planned_step import Planner
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.step_budget import Limits
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.system.stages import Stages, process_age
@@ -34,7 +35,7 @@ from cairn.types.errors import CairnError, ModelError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.step import AdapterFacts, Engine, EngineInfo
 from cairn.worker import wire
-from cairn.worker.adapters import attach_first
+from cairn.worker.adapter_loading import attach_first
 from cairn.worker.grammars import Grammars, read_vocabulary
 from cairn.worker.stores import check_pool, keyed, open_stores, stored_bytes, write_limits
 
@@ -152,7 +153,7 @@ def load(channel: wire.Channel, order: wire.LoadModel) -> LoadedEngine | None:
 
 def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Opened:
     """Load the model and open its stores. On failure nothing of the model stays open."""
-    from cairn.engine.device import check_files, import_engine, load_engine
+    from cairn.engine.load_engine import check_files, import_engine, load_engine
     from cairn.engine.mtp_head import guesses
 
     config, folder = order.config, Path(order.folder)
@@ -188,7 +189,7 @@ def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Open
 
 def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, stages: Stages) -> LoadedEngine:
     """Build the scheduler, the cache and its tiers around a loaded model."""
-    from cairn.engine.device import head_of
+    from cairn.engine.load_engine import head_of
     from cairn.engine.mtp_head import guess_note, guesses
 
     config, clock, known = order.config, SystemClock(), opened.info

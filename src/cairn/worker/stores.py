@@ -15,7 +15,7 @@ from cairn.config.paths import expanded, users_folder
 from cairn.engine.machine import memory_available
 from cairn.kernels.devices import has_own_memory
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
-from cairn.kv.disk.codec_check import POOL_Q8, Comparison, recall
+from cairn.kv.disk.codec_comparison import POOL_Q8, Comparison, recall
 from cairn.kv.disk.folder import OF_MODELS, held
 from cairn.kv.disk.model_folders import places
 from cairn.kv.disk.store import DiskStore

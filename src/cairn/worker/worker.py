@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 
-from cairn.scheduler.plan import SubmittedStep
+from cairn.scheduler.planned_step import SubmittedStep
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import log_to_stderr
 from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError
@@ -27,7 +27,7 @@ from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.worker import wire
-from cairn.worker.adapters import AdapterLoads
+from cairn.worker.adapter_loading import AdapterLoads
 from cairn.worker.block_journal import BlockJournal
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.loading import LoadedEngine, load, load_visibly

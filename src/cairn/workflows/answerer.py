@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from cairn.frontend.miss_explainer import describe_prompt
-from cairn.frontend.requests import RequestParams, SamplingOptions
+from cairn.frontend.request_options import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import MessageBuilder
 from cairn.text.grammar.grammar import Wanted

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.journals import Journal, Journals
-from cairn.frontend.requests import SamplingOptions
+from cairn.agents.work_journals import Journal, Journals
+from cairn.frontend.request_options import SamplingOptions
 from cairn.system.concurrency import as_places_free, together
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.tokens.json_texts import length

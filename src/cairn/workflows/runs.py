@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from cairn.agents.journals import Journal, Journals
 from cairn.agents.log.records import check
+from cairn.agents.work_journals import Journal, Journals
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.workflows.answerer import Answerer, Asker
 from cairn.workflows.bounds import listed

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed: kernels on devices 
 pytest.importorskip("triton", reason="triton is not installed: kernels for GPUs are not tested")
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.kernels import devices
 from tests.encoders import ENCODERS, JUDGES, text_row, write_encoder, write_modules, write_reranker
 from tests.golden.test_embedders import write_gemma

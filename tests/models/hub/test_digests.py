@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
+from cairn.engine.load_engine import load_engine
 from cairn.models.hub import digests
 from cairn.models.hub.digests import file_digest, memory_path
 from cairn.models.packing.packed_file import prune

@@ -9,7 +9,7 @@ import pytest
 
 from cairn.text.grammar.call_grammar import Offered, lark_of_calls
 from cairn.text.grammar.grammar import GrammarError, Kind, Shape, Structure, grammar_text
-from cairn.text.grammar.json_schema import MAX_OPTIONAL
+from cairn.text.grammar.prepare_schema import MAX_OPTIONAL
 from cairn.text.output.call_formats import BY_NAME
 
 

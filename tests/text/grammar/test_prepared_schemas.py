@@ -12,8 +12,8 @@ import pytest
 from cairn.text.grammar.call_grammar import callable_tools
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.grammar import MAX_TEXT, GrammarError, Shape, Structure
-from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
+from cairn.text.grammar.prepare_schema import SchemaError, prepared
 from cairn.text.grammar.trial import CompiledJob
 from tests.text.walks import accepts, compiled, walk
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cairn.text.output.call_reader import CallReader
+from cairn.text.output.tagged_call_reader import CallReader
 from cairn.text.output.tool_parser import CLOSE, OPEN, ParsedCall, call_id
 from cairn.types.request import OutputFormat
 

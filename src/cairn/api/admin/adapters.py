@@ -16,7 +16,7 @@ from cairn.api.chat.state import ServerState
 from cairn.api.http.body import Body, Several, read_json, read_list
 from cairn.api.http.call import HTTPCall, query
 from cairn.api.http.routes import Route
-from cairn.frontend.adapters import ServedAdapter, ServedAdapters
+from cairn.frontend.adapter_services import ServedAdapter, ServedAdapters
 from cairn.frontend.service import Service
 from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import InvalidRequest

@@ -13,7 +13,7 @@ from cairn.api.http.not_found import no_route
 from cairn.api.http.routes import Endpoint, Route
 from cairn.frontend.service import SHUTTING_DOWN
 from cairn.served_models import model_health
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 
 LOADING = "the model is still being loaded"
 LOADING_RETRY = 2

@@ -16,10 +16,10 @@ from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.chat.exchange import ChoiceStream, rename_fields
 from cairn.api.chat.generation import chat_exchange, chat_prompt
+from cairn.api.chat.openai_chunks import cache_object, pack, written_of
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.state import ServerState
-from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
 from cairn.api.http.routes import Route

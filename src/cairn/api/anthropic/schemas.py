@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from cairn.api.chat.client_tools import of_anthropic
-from cairn.api.chat.wire import unpack
+from cairn.api.chat.openai_chunks import unpack
 from cairn.api.http.body import Body, Count, Number, Several
 from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported

@@ -11,9 +11,7 @@ import msgspec
 
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
-from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.whole_calls import WholeCalls
-from cairn.api.chat.wire import (
+from cairn.api.chat.openai_chunks import (
     ChatChunks,
     TextChunks,
     TextLogprobs,
@@ -22,6 +20,8 @@ from cairn.api.chat.wire import (
     usage_object,
     with_fields,
 )
+from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.sse import DONE, HEARTBEAT, error_event
 from cairn.frontend.service import Service

@@ -21,7 +21,7 @@ from cairn.rag.definition import MAX_BYTES, Search, SearchHit
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.file_store import FileStore
 from cairn.rag.vector_stores import VectorStores
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import InvalidRequest, Overloaded, Unavailable
 from cairn.workflows.answerer import ServiceAnswerer

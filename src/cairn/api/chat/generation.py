@@ -21,10 +21,10 @@ from cairn.api.chat.timings import AnswerTimes
 from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
-from cairn.frontend.adapters import AdaptedService
+from cairn.frontend.adapter_services import AdaptedService
 from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
-from cairn.frontend.requests import RequestParams, SamplingOptions
+from cairn.frontend.request_options import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import RESERVED, FindSampled, Prompt
 from cairn.text.tokens import length

@@ -20,7 +20,7 @@ from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.http.call import HTTPCall, query, shown
 from cairn.api.http.event_log import parse_id
 from cairn.frontend.service import Service
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
 from cairn.types.errors import InvalidRequest, UnknownModel
 from cairn.types.request import MAX_APPLIED

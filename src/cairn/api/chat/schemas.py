@@ -2,7 +2,7 @@
 
 `parse` turns a JSON object into one, `fields` lists other fields that are accepted, `generation` checks combinations.
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
-Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
+Numbers are only typed here. `frontend/request_options.py` checks their ranges, and with `parse` the lengths of lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cairn.api.chat.message_schemas import ChatMessage, Content, Messages, TextP
 from cairn.api.http.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
 from cairn.api.http.call import shown
 from cairn.config.resolve import MOST_ADAPTERS
-from cairn.frontend.requests import MAX_TOP_LOGPROBS, SamplingOptions
+from cairn.frontend.request_options import MAX_TOP_LOGPROBS, SamplingOptions
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.frontend.structured_output import FIELDS, wanted_of
 from cairn.text.grammar.grammar import Wanted

@@ -13,7 +13,7 @@ from cairn.api.http.quotas import Quotas
 from cairn.api.http.rate_limits import RateLimits
 from cairn.api.http.reload import Reload
 from cairn.config.config import Config, limits_of
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemClock
 from cairn.types.errors import Unavailable

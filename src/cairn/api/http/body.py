@@ -1,6 +1,6 @@
 """The base of all request bodies: the strict model, JSON reading, and shapes that several fields share.
 
-Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
+Numbers are only typed here. `frontend/request_options.py` checks their ranges, and with `parse` the lengths of lists.
 """
 
 from __future__ import annotations

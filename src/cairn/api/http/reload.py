@@ -17,7 +17,7 @@ import msgspec
 from cairn.api.http.auth import Access, check_exposure, check_tls, has_keys
 from cairn.config.config import Config
 from cairn.config.values import LIMITS, TenantLimits
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.types.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger("cairn.api")

@@ -11,11 +11,11 @@ from typing import Any
 
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
+from cairn.api.chat.openai_chunks import cache_object, token_scores
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.routes import Route

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cairn.api.http.body import Body, Count, Number, Several, Stop, parse_json
 from cairn.api.http.multipart import Upload
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.request_options import SamplingOptions
 from cairn.rag.definition import (
     BINARY,
     CHUNK,

@@ -20,10 +20,10 @@ from cairn.api.chat.attribution import HEADER
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
 from cairn.api.chat.generation import chat_names, check_length, check_lora, check_model, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
+from cairn.api.chat.openai_chunks import cache_object
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import cache_object
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.routes import Route

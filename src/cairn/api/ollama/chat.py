@@ -14,11 +14,11 @@ from typing import Any
 
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, rename_fields
 from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
+from cairn.api.chat.openai_chunks import cache_object, token_scores
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.state import ServerState
 from cairn.api.chat.whole_calls import WholeCalls
-from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_plain
 from cairn.api.http.call import Headers, HTTPCall, encode
 from cairn.api.http.routes import Route

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from cairn import __version__
-from cairn.api.admin.requests import MODALITIES
+from cairn.api.admin.model_list import MODALITIES
 from cairn.api.chat.parse import parse
 from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_keys, is_local

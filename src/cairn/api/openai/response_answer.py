@@ -16,8 +16,8 @@ import msgspec
 from cairn.api.chat.cache_diagnosis import Divergence, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
+from cairn.api.chat.openai_chunks import TokenBytes, cache_object, pack, token_scores, written_of
 from cairn.api.chat.timings import AnswerTimes, cache_of
-from cairn.api.chat.wire import TokenBytes, cache_object, pack, token_scores, written_of
 from cairn.api.http.sse import json_event
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item

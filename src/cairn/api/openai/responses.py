@@ -18,11 +18,11 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.api.chat.cache_diagnosis import RecentPrompts
 from cairn.api.chat.exchange import ChoiceStream, Exchange, rename_fields
 from cairn.api.chat.generation import chat_exchange, chat_prompt
+from cairn.api.chat.openai_chunks import pack
 from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.state import ServerState
-from cairn.api.chat.wire import pack
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.routes import Route

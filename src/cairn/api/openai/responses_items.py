@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cairn.api.chat.client_tools import OPENAI
 from cairn.api.chat.free_text_tools import free_text, packed
-from cairn.api.chat.wire import unpack
+from cairn.api.chat.openai_chunks import unpack
 from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
 

@@ -25,8 +25,8 @@ from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import check_generation, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
+from cairn.api.chat.openai_chunks import cache_object
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA
 from cairn.api.openai.file_search import Searched

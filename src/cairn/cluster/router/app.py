@@ -29,12 +29,12 @@ from cairn.cluster.router.calls import (
 from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.failover import AnsweredRequests, RoutedCall, RouterState
 from cairn.cluster.router.follow import EVENT_END
-from cairn.cluster.router.keys import read_request
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Replicas, Restart
+from cairn.cluster.router.routed_request import read_request
+from cairn.cluster.router.routing_options import Apart
 from cairn.cluster.router.upstream import UpstreamLost
-from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
 from cairn.types.errors import ConfigError
 

@@ -29,9 +29,9 @@ from cairn.cluster.router.calls import (
 )
 from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
-from cairn.cluster.router.keys import RUN_HEADER, RUNS_PATH, RoutedRequest, last_part
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import Choice, Destination, Replica, Replicas
+from cairn.cluster.router.routed_request import RUN_HEADER, RUNS_PATH, RoutedRequest, last_part
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.system.interfaces import Rng
 

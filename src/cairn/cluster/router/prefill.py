@@ -20,8 +20,8 @@ import msgspec
 
 from cairn.cluster.router.calls import read_whole
 from cairn.cluster.router.replicas import Replica, Replicas
+from cairn.cluster.router.routing_options import Apart
 from cairn.cluster.router.upstream import UpstreamLost, request_bytes
-from cairn.cluster.router.ways import Apart
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cairn.cluster.router.kv_index import HeldBlocks, HeldPrompt, KnownText, KvIndex
+from cairn.cluster.router.routing_options import Routing
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
-from cairn.cluster.router.ways import Routing
 from cairn.cluster.text_prefixes import NO_PREFIXES, TextPrefixes
 from cairn.types.errors import ConfigError
 

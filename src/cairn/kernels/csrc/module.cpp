@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "amx_cpu.h"
+#include "amx_variant.h"
 #include "arm_cpu.h"
 #include "arrays.h"
 #include "elementary.h"
@@ -17,8 +19,6 @@
 #include "program_module.h"
 #include "sampler_module.h"
 #include "team.h"
-#include "tile_cpu.h"
-#include "tile_products.h"
 
 namespace nb = nanobind;
 

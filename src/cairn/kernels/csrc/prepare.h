@@ -1,7 +1,7 @@
 // Rows of activations, rounded once for all the outputs that they are multiplied into: see Activations.
 #pragma once
 
-#include "quant_gemm.h"
+#include "int8_product.h"
 #include "rounding.h"
 
 namespace cairn::CAIRN_VARIANT {

@@ -42,7 +42,7 @@ inline std::int32_t id_of(std::uint64_t key) {
     return static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(key));
 }
 
-// Passes over one line, compiled once for each instruction set: see vocabulary.h. n >= 1.
+// Passes over one line, compiled once for each instruction set: see logit_passes.h. n >= 1.
 struct Passes {
     Peak (*peak)(const float* x, Index n);
     void (*relate)(const float* x, Index n, float peak, float divisor, float* out);  // out = (x - peak) / divisor

@@ -1,8 +1,8 @@
 // Prints which variants of the kernels run on this CPU, the fastest first, as module.cpp orders them; CMake runs it.
 #include <cstdio>
 
+#include "amx_cpu.h"
 #include "arm_cpu.h"
-#include "tile_cpu.h"
 
 int main() {
 #if defined(__x86_64__)

@@ -1,14 +1,14 @@
-// The kernels of a variant, for the instruction set that the compiler's flags name; quantised_products.cpp has the rest.
+// The kernels of a variant, for the instruction set that the compiler's flags name; quantized_products.cpp has the rest.
 #include "attention.h"
 #include "codebook.h"
 #include "latent.h"
+#include "logit_passes.h"
 #include "prepare.h"
 #include "probe.h"
 #include "product.h"
-#include "quantised_products.h"
+#include "quantized_products.h"
 #include "rows.h"
 #include "states.h"
-#include "vocabulary.h"
 
 #define CAIRN_NAME_OF(x) #x
 #define CAIRN_NAME(x) CAIRN_NAME_OF(x)

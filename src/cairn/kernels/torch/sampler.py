@@ -87,7 +87,7 @@ class TorchSampler:
 
 
 def weigh(scaled: Tensor) -> Tensor:
-    """`vocabulary.weigh` in torch. Float32 holds a weight before it is rounded, so float64 is not needed."""
+    """`sampling.weigh` in torch. Float32 holds a weight before it is rounded, so float64 is not needed."""
     power = scaled.clamp(min=float(LOWEST)) * float(LOG2E)
     turned = power + float(ROUND)
     power -= turned - float(ROUND)
@@ -138,7 +138,7 @@ def _tokens(lines: Sequence[Line], values: Tensor) -> list[int | None]:
 
 
 def _adjust(lines: Sequence[Line], values: Tensor) -> None:
-    """`vocabulary.adjust`, on the host for the tokens whose logits change, which alone go there and back."""
+    """`sampling.adjust`, on the host for the tokens whose logits change, which alone go there and back."""
     vocab = values.shape[1]
     named = [_named(line, vocab) for line in lines]
     if not any(map(len, named)):

@@ -1,16 +1,14 @@
-"""Upkeep of a disk store: indexing what is there at a start, pruning, scrubbing and cleaning later."""
+"""Upkeep of a disk store while it runs: pruning, scrubbing and cleaning."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cairn.kv.disk import chunk_file
 from cairn.kv.disk.budget import DiskState
-from cairn.kv.disk.chunk_file import DamagedChunk, parse_name
-from cairn.kv.disk.folder import FolderScan
-from cairn.kv.disk.index import IndexEntry, chains
+from cairn.kv.disk.chunk_file import DamagedChunk
+from cairn.kv.disk.index import IndexEntry
 from cairn.kv.tiers.store import Scrubbed
 
 Keys = Callable[[bytes], Sequence[bytes]]
@@ -23,35 +21,6 @@ LARGEST_BUDGET = 50 * 10**9
 def default_budget(free: int, held: int) -> int:
     """Return a fifth of what the disk has free or the store holds, at most `LARGEST_BUDGET`."""
     return min(LARGEST_BUDGET, (free + held) // 5)
-
-
-def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
-    """Fill the index from a scan; return the files to remove, with their bytes.
-
-    Those are junk, orphans, duplicates, and tails that another chunk begins with, which a killed process could not
-    remove.
-    """
-    index, now = state.index, state.now()
-    index.bytes = found.other
-    cut = tuple(found.junk)
-    entries: dict[bytes, IndexEntry] = {}
-    for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
-        entry = state.entry(name, disk, min(modified, now))
-        if modified > now:  # save it, or the chunk would look new at every start until that time
-            state.used[entry.id] = entry
-        if entries.setdefault(entry.id, entry) is not entry:
-            found.junk.append((state.folder.path(name), disk))
-    for entry in chains(list(entries.values())):
-        index.add(entry)
-        del entries[entry.id]
-    for lost in (*(entry.name for entry in entries.values()), *(parse_name(path.name) for path, _ in cut)):
-        if lost is not None:
-            state.lose(lost)
-    replaced = index.family([entry.id for entry in index.live() if index.replaces(entry.id)])
-    for entry in replaced:
-        index.mark_deleted(entry)
-        index.forget(entry)
-    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]
 
 
 def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:

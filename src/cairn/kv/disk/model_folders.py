@@ -2,7 +2,7 @@
 
     <home>/cairn-kv-store            the marker, as in a store
     <home>/.lock                     held while something is done to the home itself, never for long
-    <home>/checked-...               see `codec_check`
+    <home>/checked-...               see `codec_comparison`
     <home>/models/<identity>/        the store of one model: see `folder`
     <home>/models/<identity>-2/      of the same model in another process at the same time
     <home>/0/ ... f/, pins/          chunks of servers with one model, stored before each model had a folder
@@ -29,6 +29,7 @@ from cairn.kv.disk.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.disk.folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.kv.disk.notes import SEEN, read_layout
 from cairn.kv.disk.pins import Pins, pin_name
+from cairn.kv.disk.rebuild_index import rebuild_index
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import CHUNK_BLOCKS
@@ -249,7 +250,7 @@ class ModelFolders:
             found = state.folder.scan()
             pins = Pins(state.folder).load(found)
             with state.mutex:
-                junk = disk_maintenance.fill(state, found)
+                junk = rebuild_index(state, found)
                 state.budget = state.index.bytes
                 for name, ids in pins.items():
                     state.index.pin(name, ids)

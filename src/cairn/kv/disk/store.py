@@ -28,6 +28,7 @@ from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
 from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
+from cairn.kv.disk.rebuild_index import rebuild_index
 from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing, Watch
 from cairn.system.interfaces import Clock, FileSystem, Lock
@@ -441,7 +442,7 @@ class DiskStore:
         with state.mutex:
             self._budget = budget
             state.budget, self._idle = int(self._share * budget), idle if idle > self._ttl else 0.0
-            junk = disk_maintenance.fill(state, found)
+            junk = rebuild_index(state, found)
             gone = [name for name in self._pins.sizes if name.startswith(tuple(self._unpinned))]
             self._unsaved = dict.fromkeys(gone, ()) | self._unsaved
             self._unpinned.clear()

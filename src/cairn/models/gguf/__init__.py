@@ -1,1 +1,1 @@
-"""GGUF files: reading, writing, and the model that their metadata describes."""
+"""GGUF files: reading them, and the model that their metadata describes."""

@@ -1,6 +1,6 @@
 """A call format and the offered tools -> the grammar of answers that call them, in llguidance's Lark.
 
-Everything that it allows is read as calls by the parser of the same format (`tool_parser`, `call_section`): names are
+Everything that it allows is read as calls by the parser of the same format (`tool_parser`, `section_reader`): names are
 literal, arguments fit their schemas, and a text in tags never contains a tag that would end it.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 
 from cairn.text.grammar.exact_numbers import expression
 from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
-from cairn.text.grammar.json_schema import SchemaError, check_bounds, prepared_text
 from cairn.text.grammar.lark import literal
+from cairn.text.grammar.prepare_schema import SchemaError, check_bounds, prepared_text
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.tool_parser import is_text
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.text.grammar.json_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.lark import BLANKS, json_part, literal
+from cairn.text.grammar.prepare_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.references import resolved
 
 _BLANK = rf"/({BLANKS})?/"

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
-from cairn.text.grammar.json_schema import SchemaError, check_bounds, loosened, prepared
 from cairn.text.grammar.lark import literal, with_blanks
+from cairn.text.grammar.prepare_schema import SchemaError, check_bounds, loosened, prepared
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18

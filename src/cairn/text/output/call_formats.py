@@ -12,7 +12,7 @@ text between those two has one of six kinds:
 
 A model's format is declared in its files (`declared_call_format`), or detected in its chat template: by signs, for the
 formats of the table below, or from how it renders calls (`derived_call_format`). `hermes`, `qwen_xml` and `llama` are
-read by `tool_parser` with every template, `harmony` by the module of its name, the others by `call_section` if the
+read by `tool_parser` with every template, `harmony` by the module of its name, the others by `section_reader` if the
 template shows them.
 """
 

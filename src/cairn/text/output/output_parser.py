@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 from cairn.text.output.begun_calls import BegunCall
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
-from cairn.text.output.call_reader import CallReader
-from cairn.text.output.call_section import SectionReader
 from cairn.text.output.harmony import HarmonySplitter
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
+from cairn.text.output.section_reader import SectionReader
+from cairn.text.output.tagged_call_reader import CallReader
 from cairn.text.output.thought_calls import MOST_TRIED, ThoughtCallReader
 from cairn.text.output.token_kinds import Run
 from cairn.text.output.tool_parser import OPEN, PUSHED, ParsedCall, Piece, call_id

@@ -18,9 +18,9 @@ from cairn.text.output.argument_fit import fits
 from cairn.text.output.begun_calls import BegunCall, BegunObject
 from cairn.text.output.brace_calls import brace_call
 from cairn.text.output.call_formats import BY_NAME, CallFormat, form_by
-from cairn.text.output.call_section import SectionReader
 from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.python_calls import python_calls
+from cairn.text.output.section_reader import SectionReader
 from cairn.text.output.tool_parser import ParsedCall, call_of
 from cairn.types.request import OutputFormat
 

@@ -16,13 +16,13 @@ from cairn.cli import app, main
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.kernels.choose import REFERENCE, chosen
-from cairn.kv.disk import codec_check
-from cairn.kv.disk.codec_check import recall, remember
+from cairn.kv.disk import codec_comparison
+from cairn.kv.disk.codec_comparison import recall, remember
 from cairn.kv.pool.prefix import numerics
 from cairn.models.spec.config import load_spec
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.types.errors import ConfigError, Conflict
-from cairn.worker.check_codec import CheckResult, check_codec
+from cairn.worker.check_codec_command import CheckResult, check_codec
 from cairn.worker.stores import keyed, open_stores
 from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, open_store
@@ -221,7 +221,7 @@ async def test_q8_is_refused_where_it_diverges_too_much(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(model, tmp_path / "kv")
-    monkeypatch.setattr(codec_check, "MOST_DIVERGENCE", -1.0)
+    monkeypatch.setattr(codec_comparison, "MOST_DIVERGENCE", -1.0)
     with pytest.raises(ConfigError, match=r"kv_codec: over 2,000 tokens of this model q8 diverges from raw by 0\."):
         await ask(options(model, tmp_path / "kv", kv_codec="q8"))
     pool = options(model, tmp_path / "kv", kv_dtype="q8")

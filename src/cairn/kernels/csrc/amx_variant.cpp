@@ -1,10 +1,10 @@
 // A variant with the tile unit of AMX: products with weights in bfloat16 are its own, all else is avx512vnni's.
-#include "tile_products.h"
+#include "amx_variant.h"
 
 #include <csetjmp>
 #include <csignal>
 
-#include "tile_check.h"
+#include "amx_check.h"
 
 #define CAIRN_NAME_OF(x) #x
 #define CAIRN_NAME(x) CAIRN_NAME_OF(x)

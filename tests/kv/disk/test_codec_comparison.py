@@ -11,7 +11,7 @@ import pytest
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.disk.codec import Q8, Raw, open_codec, state_groups
-from cairn.kv.disk.codec_check import Comparison, compare, recall, remember
+from cairn.kv.disk.codec_comparison import Comparison, compare, recall, remember
 from cairn.types.errors import ModelError
 from cairn.types.request import SamplingParams
 from cairn.types.step import Row

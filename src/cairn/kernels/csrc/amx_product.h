@@ -2,8 +2,8 @@
 // tiles of its inner indices, whatever rows and panels are beside it: the block decides speed, never bits.
 #pragma once
 
+#include "amx_tile.h"
 #include "product.h"
-#include "tile.h"
 
 namespace cairn::CAIRN_VARIANT {
 

@@ -1,4 +1,4 @@
-// What of a variant with tiles is known outside; tile_products.cpp is compiled for the unit, and for its model.
+// What of a variant with tiles is known outside; amx_variant.cpp is compiled for the unit, and for its model.
 #pragma once
 
 #include "kernel.h"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cairn.scheduler.plan import PrefillPace, StepBudget
+from cairn.scheduler.step_budget import PrefillPace, StepBudget
 
 
 def split(budget: StepBudget, prompts: tuple[int, ...], most: int = 1 << 20) -> list[int]:

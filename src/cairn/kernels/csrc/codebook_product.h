@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codebook.h"
-#include "superblock_gemm.h"
+#include "superblock_product.h"
 
 namespace cairn::CAIRN_VARIANT {
 

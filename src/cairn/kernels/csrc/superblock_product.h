@@ -3,7 +3,7 @@
 // a scale every 16: both halves' integer sums times their scales stay below 2^24, so their sum is an exact float too.
 #pragma once
 
-#include "quant_gemm.h"
+#include "int8_product.h"
 
 namespace cairn::CAIRN_VARIANT {
 

@@ -18,15 +18,15 @@ from safetensors.numpy import save_file
 
 from cairn.config.config import Config
 from cairn.config.values import ModelOptions
-from cairn.engine import device
+from cairn.engine import load_engine
 from cairn.frontend import launch as launch_module
-from cairn.frontend.requests import RequestParams
+from cairn.frontend.request_options import RequestParams
 from cairn.frontend.service import Service
 from cairn.served_models import fit as fitting
 from cairn.served_models import loader as model_loader
 from cairn.served_models import model_health
 from cairn.served_models.fit import Fit
-from cairn.served_models.models import Models
+from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import served_models
 from cairn.types.errors import (
     ConfigError,
@@ -441,7 +441,7 @@ def plant_in_service(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_below(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let measuring beta, its worker or its engine fail."""
-    launched, engine = launch_module.launch, device.load_engine
+    launched, engine = launch_module.launch, load_engine.load_engine
 
     async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
         if place.name == "beta":
@@ -465,7 +465,7 @@ def plant_below(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted: dict[str, tuple[Any, str, Any]] = {
         "too large": (model_loader, "measure", measured),
         "no process": (launch_module, "launch", refuse),
-        "no memory": (device, "load_engine", loads),
+        "no memory": (load_engine, "load_engine", loads),
         "worker gone": (launch_module, "launch", refuse),
     }
     if failure in planted:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cairn.cluster.router import keys
-from cairn.cluster.router.keys import RoutedRequest, read_request
+from cairn.cluster.router import routed_request
+from cairn.cluster.router.routed_request import RoutedRequest, read_request
 from cairn.cluster.text_prefixes import PromptFields, TextPrefixes, prefixes_of
 
 CHATS = "/v1/chat/completions"
@@ -53,8 +53,8 @@ async def test_a_long_body_is_read_on_another_thread_and_once(monkeypatch: pytes
         threads.append(threading.get_ident())
         return prefixes_of(headers, fields)
 
-    monkeypatch.setattr(keys, "prefixes_of", recorded)
-    short, long = ({"messages": [{"role": "user", "content": "x" * size}]} for size in (100, keys.INLINE))
+    monkeypatch.setattr(routed_request, "prefixes_of", recorded)
+    short, long = ({"messages": [{"role": "user", "content": "x" * size}]} for size in (100, routed_request.INLINE))
     for body in (short, long):
         found = await read_request(SCOPE, json.dumps(body).encode(), by_kv=True)
         assert found.text() == found.text() and found.text().digests

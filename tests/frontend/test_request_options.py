@@ -3,7 +3,7 @@ import math
 import msgspec
 import pytest
 
-from cairn.frontend.requests import RequestParams, SamplingOptions, requests, sampling_params
+from cairn.frontend.request_options import RequestParams, SamplingOptions, requests, sampling_params
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import CacheGroup, ModelSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cairn.config.config import Config
-from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.load_engine import load_engine
 from cairn.engine.recorded import RecordedEngine
 from cairn.types.errors import ModelError
 from cairn.types.step import Row

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.api.chat.wire import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
+from cairn.api.chat.openai_chunks import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.api.http.sse import DONE, HEARTBEAT, error_event
 from cairn.text.tokens.json_texts import texts_in
 from cairn.text.tokens.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import msgspec
 from cairn.config.config import Config
 from cairn.config.paths import expanded, with_folder
 from cairn.kv.disk.codec import Q8, state_groups
-from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, judged, predict, remember
+from cairn.kv.disk.codec_comparison import POOL_Q8, POSITIONS, Comparison, compare, judged, predict, remember
 from cairn.kv.disk.folder import open_folder
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
@@ -113,7 +113,7 @@ def _store(config: Config, env: Mapping[str, str]) -> Path:
 
 def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
     """Load the model with room for one short sequence. The changed options do not affect any number."""
-    from cairn.engine.device import load_engine
+    from cairn.engine.load_engine import load_engine
 
     context = min(check_decodes(load_spec(folder, identify=False)).context, config.context or _CONTEXT, _CONTEXT)
     small = msgspec.structs.replace(config, context=context, max_running=1, step_tokens=_STEP, kv_gb=None)

@@ -1,7 +1,7 @@
-#include "quantised_products.h"
+#include "quantized_products.h"
 
-#include "codebook_gemm.h"
-#include "superblock_gemm.h"
+#include "codebook_product.h"
+#include "superblock_product.h"
 
 namespace cairn::CAIRN_VARIANT {
 

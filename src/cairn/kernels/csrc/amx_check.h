@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "tile_product.h"
+#include "amx_product.h"
 
 namespace cairn::CAIRN_VARIANT {
 
