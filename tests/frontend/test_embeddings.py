@@ -14,7 +14,7 @@ import pytest
 from cairn.engine.fake import FakeEngine
 from cairn.engine.load_engine import load_engine
 from cairn.frontend import embeddings
-from cairn.frontend.embeddings import MAX_READ, Asking, _encoded_pairs, vectors
+from cairn.frontend.embeddings import MAX_READ, EmbeddingCall, _encoded_pairs, vectors
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest, Overloaded
 from tests.service.tiny import collect, config, request, serving, until
@@ -39,7 +39,7 @@ async def test_query_and_instruction_count_once_for_each_text(query: str, text: 
         info=SimpleNamespace(context=8192),
         spec=SimpleNamespace(longest_text=8192, judge=object(), vocab=100, kind="rerank"),
     )
-    asking = Asking(truncate=True, field="documents", instruction=instruction)
+    asking = EmbeddingCall(truncate=True, field="documents", instruction=instruction)
     with pytest.raises(InvalidRequest, match=f"more than {MAX_READ} characters, the limit of a call"):
         await _encoded_pairs(service, [(query, text)] * 2_048, asking)
 
@@ -56,13 +56,13 @@ async def test_states_are_right_beside_chats_and_over_cached_prefixes(folder: Pa
         texts = [f"{'the same beginning of each ' * (n % 7)}text {n}" for n in range(60)]
         chats = [asyncio.create_task(collect(service.generate(request(service, texts[n], 40)))) for n in range(5)]
         for at_once in (1, 7, 256):
-            states, tokens = await vectors(service, texts, Asking(at_once=at_once))
+            states, tokens = await vectors(service, texts, EmbeddingCall(at_once=at_once))
             ids = [service.tokenizer.encode(text) for text in texts]
             assert [one.tobytes() for one in states] == [truth.oracle_vector(one) for one in ids]
             assert tokens == sum(map(len, ids))
         assert [len(chat.tokens) for chat in await asyncio.gather(*chats)] == [40] * 5
         assert service.metrics.prefix_hits > 0
-        (long,), _ = await vectors(service, ["long " * 300], Asking())
+        (long,), _ = await vectors(service, ["long " * 300], EmbeddingCall())
         assert long.tobytes() == truth.oracle_vector(service.tokenizer.encode("long " * 300)), "in several steps"
 
 
@@ -70,7 +70,7 @@ async def test_texts_in_flight_survive_a_killed_worker(folder: Path) -> None:
     texts = [f"{n} is a text of some length " * (1 + n % 50) for n in range(150)]
     service = await Service.start(config(folder))
     try:
-        asked = asyncio.create_task(vectors(service, texts, Asking(at_once=100)))
+        asked = asyncio.create_task(vectors(service, texts, EmbeddingCall(at_once=100)))
         await until(lambda: service.stats().running > 0)
         pid = service.stats().worker_pid
         assert pid is not None
@@ -87,15 +87,15 @@ async def test_texts_in_flight_survive_a_killed_worker(folder: Path) -> None:
 async def test_a_full_queue_refuses_the_first_and_waits_with_the_rest(folder: Path) -> None:
     async with serving(folder, max_queue=4, max_running=2) as service:
         texts = [f"text {n}" for n in range(40)]
-        states, _ = await vectors(service, texts, Asking(at_once=4))
+        states, _ = await vectors(service, texts, EmbeddingCall(at_once=4))
         assert len(states) == 40
         with pytest.raises(Overloaded):
-            await vectors(service, texts, Asking(at_once=40))
+            await vectors(service, texts, EmbeddingCall(at_once=40))
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(folder: Path) -> None:
     async with serving(folder) as service:
-        task = asyncio.create_task(vectors(service, ["text " * 200] * 50, Asking()))
+        task = asyncio.create_task(vectors(service, ["text " * 200] * 50, EmbeddingCall()))
         await until(lambda: service.stats().running + service.stats().waiting > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -107,7 +107,7 @@ async def test_ids_out_of_range_are_named(folder: Path) -> None:
     async with serving(folder) as service:
         for ids, said in (([5, 288], "input holds token id 288"), ([-1], "input holds token id -1")):
             with pytest.raises(InvalidRequest, match=said):
-                await vectors(service, [ids], Asking())
+                await vectors(service, [ids], EmbeddingCall())
 
 
 async def test_a_call_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ async def test_a_call_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(service.tokenizer, "encode", noted)
         with pytest.raises(InvalidRequest, match="input has more than 100 tokens together"):
-            await vectors(service, ["a text"] * 1000, Asking())
+            await vectors(service, ["a text"] * 1000, EmbeddingCall())
         assert len(read) == 17, "no more is encoded than needed"
         monkeypatch.setattr(embeddings, "MAX_TOKENS", 1 << 20)
-        (_,), tokens = await vectors(service, ["x" * (1 << 20)], Asking(truncate=True))
+        (_,), tokens = await vectors(service, ["x" * (1 << 20)], EmbeddingCall(truncate=True))
         assert tokens == 2048 and read[-1] == 64 * 2048

@@ -359,8 +359,8 @@ BUGS = (
     Bug("blocks that were taken are there for who found too few", SCHEDULER, "Scheduler._known", "spare >= sequence.spare", "spare > 0"),
     # ------------------------------------------------------------------------------------------------- the engine
     Bug("the digest before is read one slot off", FAKE, "FakeEngine._write", "(row.start - 1) % size", "row.start % size"),
-    Bug("attention reads past the window", FAKE, "FakeEngine._states", "if group.window:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]", "if False:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]"),
-    Bug("attention reads past the position", FAKE, "FakeEngine._states", "values[ends] &= self._until[[position % size for _, position in wanted]]", "pass"),
+    Bug("attention reads past the window", FAKE, "FakeEngine._states", "if group.window:\n    values[starts] &= self._masks_from[[max(0, position - group.window + 1) % size for _, position in wanted]]", "if False:\n    values[starts] &= self._masks_from[[max(0, position - group.window + 1) % size for _, position in wanted]]"),
+    Bug("attention reads past the position", FAKE, "FakeEngine._states", "values[ends] &= self._masks_up_to[[position % size for _, position in wanted]]", "pass"),
     Bug("positions restart at every chunk", FAKE, "FakeEngine._parts", "self._salt[first:row.end]", "self._salt[first - row.start:row.end - row.start]"),
     # ------------------------------------------------------------------------------------------------------- tiers
     Bug("a loaded page is not written", TIERS, "Tiers._bring", "self._engine.write_blocks(group, blocks, pages[count - len(blocks):count]).wait()", "pass"),
@@ -405,8 +405,8 @@ BUGS = (
     Bug("the memory store evicts a chunk before what extends it", RAM, "RamStore._make_room", "self._leaves", "self._chunks"),
     Bug("the memory store evicts what is about to be extended", RAM, "RamStore._make_room", "key != parent and (not self._is_pinned(key))", "not self._is_pinned(key)"),
     Bug("the memory store keeps a tail beside what begins with it", RAM, "RamStore.keep", "self._drop(tails)", "pass"),
-    Bug("the memory store takes a tail that is a part of what it has", RAM, "RamStore.keep", "chunk.key in self._chunks or self._having.get(chunk.key[:HEAD_BYTES])", "chunk.key in self._chunks"),
-    Bug("the memory store finds a chunk by blocks that it has not", RAM, "RamStore._remove", "self._having[head].discard(key)", "pass"),
+    Bug("the memory store takes a tail that is a part of what it has", RAM, "RamStore.keep", "chunk.key in self._chunks or self._chunks_by_head.get(chunk.key[:HEAD_BYTES])", "chunk.key in self._chunks"),
+    Bug("the memory store finds a chunk by blocks that it has not", RAM, "RamStore._remove", "self._chunks_by_head[head].discard(key)", "pass"),
     Bug("the memory store drops a chunk and keeps what extends it", RAM, "RamStore._drop", "waiting += self._children.get(key, ())", "pass"),
     Bug("the memory store grows without bound", RAM, "RamStore._make_room", "self._stats.bytes + size > self._stats.budget", "False"),
     Bug("a miss is not reported", SEQUENCE, "Sequence.start", "CacheReport(computed=self.prompt_len - covered, pool=covered - sum(brought.values()), ram=brought['ram'], disk=brought['disk'], shared=brought['shared'], load=self.kv.progress.load_seconds, miss=miss)", "CacheReport(computed=self.prompt_len - covered, pool=covered - sum(brought.values()), ram=brought['ram'], disk=brought['disk'], shared=brought['shared'], load=self.kv.progress.load_seconds, miss=None)"),

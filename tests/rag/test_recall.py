@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
-from cairn.frontend.embeddings import Asking
+from cairn.frontend.embeddings import EmbeddingCall
 from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.rag.citations import CitationFilter
@@ -101,7 +101,7 @@ async def test_the_right_chunk_is_found_and_none_if_there_is_none(
 ) -> None:
     service = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)
     store = DocumentStore(tmp_path / "c" / "collections.sqlite", lambda: 0.0)
-    collections, embedder = Collections(store, Talker()), Embedder(service, Asking(truncate=True))
+    collections, embedder = Collections(store, Talker()), Embedder(service, EmbeddingCall(truncate=True))
     asker = Asker("me")
     try:
         store.create("me", "docs", 700, 100, {})
@@ -146,7 +146,7 @@ async def test_a_chat_model_answers_and_its_citations_are_valid(
     service = await Service.start(config, in_process=True)
     store = DocumentStore(tmp_path / "c" / "collections.sqlite", lambda: 0.0)
     collections = Collections(store, ServiceAnswerer())
-    embedder, asker = Embedder(encoder, Asking(truncate=True)), Asker("me", service=service)
+    embedder, asker = Embedder(encoder, EmbeddingCall(truncate=True)), Asker("me", service=service)
     options, wanted = SamplingOptions(temperature=0, max_tokens=64), Search(min_score=MIN_SCORE)
     found_there = cited = removed = cached = prompts = 0
     try:

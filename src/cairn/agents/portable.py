@@ -7,7 +7,8 @@
 
 `lsn` counts the records from 1, so a file with a missing end or a gap is recognized. Sampling parameters are not part
 of it: an interrupted turn stays interrupted, and cannot be resumed elsewhere. KV is not part of it either: `with_kv`
-puts it in front (`kv.portable_kv`). Missing KV is computed again from the tokens, or for another model from the text.
+puts it in front (`kv/disk/portable_kv.py`). Missing KV is computed again from the tokens, or for another model from the
+text.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 1.0
 """How long a prompt waits for what other servers sampled."""
 NO_AGENT = ""
-"""The agent of what was requested in no agent's name, also because its account could not be opened."""
+"""Stands for no agent, also where a request's account could not be opened."""
 MOST_WAITING = 64
 """Records that wait to be written. Beyond it, new ones are left out."""
 AT_ONCE = 8

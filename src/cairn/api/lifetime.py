@@ -47,7 +47,7 @@ HASTY_FLUSH_SECONDS = 0.2
 LOG_SECONDS = 5.0
 """How long the token log's disk may hold up the end."""
 CLOSE_SECONDS = STORE_SECONDS + KILL_SECONDS + 3.0
-"""How long a service's close may take: its worker has all its time to store, and is seen to be gone."""
+"""Longest close of a service: time to store KV and to be killed, and some spare."""
 AGENTS_SECONDS = 10.0
 """Between two attempts to open the usual folder of agents."""
 

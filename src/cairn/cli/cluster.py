@@ -94,7 +94,7 @@ def register(app: typer.Typer) -> None:
         from cairn.cli.models import fetched
 
         if prefill >= replicas:
-            raise ConfigError(f"prefill is {prefill}: of {replicas} servers at least one answers", field="prefill")
+            raise ConfigError(f"prefill is {prefill} of {replicas} servers; leave at least one", field="prefill")
         how, when = _one_of("routing", routing), _one_of("apart", apart)
         fetched(model)
         config = resolve({"host": host, "port": port}).config
@@ -201,7 +201,7 @@ def _one_of(name: str, value: str) -> Any:
 
 
 def _quiet(arguments: Sequence[str]) -> list[str]:
-    """Return the servers' options: unless they say otherwise, only warnings; the router says how to use them all."""
+    """Return the servers' options, with log level warning by default: the router says how to use them."""
     said = any(one.partition("=")[0] == "--log-level" for one in arguments)
     return [*arguments, *(() if said else ("--log-level", "warning"))]
 

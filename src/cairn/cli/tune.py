@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(metavar="X", min=10, max=3600, help="Most seconds to measure.")
         ] = MOST_SECONDS,
         keep: Annotated[
-            Path | None, typer.Option("--profile", metavar="FILE", help="Where the result is kept; default: by itself.")
+            Path | None, typer.Option("--profile", metavar="FILE", help="File of the result; default: chosen by Cairn.")
         ] = None,
     ) -> None:
         """Measure which threads, kernels, type of KV and step length make MODEL fastest here, and keep what pays.

@@ -1,8 +1,8 @@
 """Signs of life: each replica replaces an object of its own every half second, and watches those of the others.
 
 A replica counts as silent after `LEASE_SECONDS` in which this one looked and saw no change. Time in which this one did
-not look, because it was stopped or the store was away, does not count, and no two clocks are compared. A wrong answer
-costs a turn its end, and no answer its truth: see `chain.py`.
+not look, because it was stopped or the store was away, does not count, and no two clocks are compared. A wrong verdict
+interrupts a turn, but corrupts none: see `chain.py`.
 
 A beat also says what tenants have used on its replica, so that their limits hold over all of them.
 """
@@ -75,7 +75,7 @@ class Beats:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.usage: UsageExchange | None = None
-        """What is told to the other replicas, and told what they tell."""
+        """Supplies this replica's usage, receives that of others."""
 
     def start(self) -> None:
         """Begin to beat and to watch."""

@@ -97,8 +97,8 @@ class AgentChain:
     async def news(self) -> list[ChainRecord]:
         """Return the records beyond the known end, in order, and know them from now on.
 
-        Where those that follow are removed, they begin with the one that deleted the agent. Raise Damaged for a record
-        that fails a check, Unavailable if the store does not answer. Then nothing is known that was not before.
+        If the next were removed, they begin with the record of the deletion. Raise Damaged for a record that fails a
+        check, Unavailable if the store does not answer. Then nothing is known that was not before.
         """
         tail, found = self.tail, list[ChainRecord]()
         try:

@@ -52,7 +52,7 @@ class AsyncBlobs(Protocol):
 
 
 async def put(blobs: AsyncBlobs, name: str, data: bytes) -> None:
-    """Make an object, or replace the one of that name. Made, it is durable; `replace` is not, in a folder."""
+    """Make an object, or replace the one of that name. New: durable; replaced: not durable in a folder."""
     if not await blobs.create(name, data):
         await blobs.replace(name, data)
 

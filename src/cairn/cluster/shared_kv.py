@@ -76,7 +76,7 @@ class SharedChunks:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._places: OrderedDict[bytes, _Place] = OrderedDict()
-        self._having: dict[bytes, set[bytes]] = {}
+        self._chunks_by_head: dict[bytes, set[bytes]] = {}
         """Keys of chunks by the heads of their blocks."""
         self._children: dict[bytes, set[bytes]] = {}
         self._waiting: OrderedDict[bytes, Chunk] = OrderedDict()
@@ -118,7 +118,7 @@ class SharedChunks:
         found: tuple[int, bytes] | None = None
         with self._lock:
             for count, key in enumerate(keys, 1):
-                if not (having := self._having.get(key[:HEAD_BYTES])):
+                if not (having := self._chunks_by_head.get(key[:HEAD_BYTES])):
                     break
                 found = count, max(having, key=lambda one: len(self._places[one].heads))
         return found
@@ -170,7 +170,7 @@ class SharedChunks:
         """See `Store`. Kept means queued: a chunk that the store never takes is a miss on other replicas."""
         with self._changed:
             for count, chunk in enumerate(chunks):
-                if chunk.key in self._places or self._having.get(chunk.key[:HEAD_BYTES]):
+                if chunk.key in self._places or self._chunks_by_head.get(chunk.key[:HEAD_BYTES]):
                     continue
                 size = len(memoryview(chunk.pages).cast("B"))
                 if self._closing or self._waiting_bytes + size > QUEUE_BYTES:
@@ -180,7 +180,7 @@ class SharedChunks:
                 self._waiting[chunk.key] = chunk
                 self._waiting_bytes += size
                 self._enter(chunk.key, _Place(chunk.parent, chunk.heads, size))
-                tails = [one for head in chunk.heads for one in self._having[head] if one[:HEAD_BYTES] == head]
+                tails = [one for head in chunk.heads for one in self._chunks_by_head[head] if one[:HEAD_BYTES] == head]
                 self._drop(tails)
             self._changed.notify()
             return len(chunks)
@@ -240,7 +240,7 @@ class SharedChunks:
         self._places[key] = place
         self._children.setdefault(place.parent, set()).add(key)
         for head in (*place.heads, key[:HEAD_BYTES]):
-            self._having.setdefault(head, set()).add(key)
+            self._chunks_by_head.setdefault(head, set()).add(key)
         self._count(bytes=place.size)
         while len(self._places) > MOST_CHUNKS:
             self._forget(next(iter(self._places)))
@@ -251,7 +251,10 @@ class SharedChunks:
             return
         if (chunk := self._waiting.pop(key, None)) is not None:
             self._waiting_bytes -= len(memoryview(chunk.pages).cast("B"))
-        for table, keys in ((self._having, (*place.heads, key[:HEAD_BYTES])), (self._children, (place.parent,))):
+        for table, keys in (
+            (self._chunks_by_head, (*place.heads, key[:HEAD_BYTES])),
+            (self._children, (place.parent,)),
+        ):
             for one in keys:
                 table[one].discard(key)
                 if not table[one]:

@@ -32,7 +32,7 @@ _CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
 TAIL_BYTES = 4096
 _CONTENT = re.compile(rb'[^][" \t\r\n]')
 _ENDS = b']" \t\r\n'
-"""Bytes at the end of a text that are not there any more once it goes on."""
+"""Closing bytes of a text that change once the text is extended."""
 _EMPTY = msgspec.Raw(b"")
 
 

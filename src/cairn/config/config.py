@@ -214,8 +214,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         Meta(
             gt=0,
-            description="How many times over the KV of all that waits may fill the pool, as far as can be told; more "
-            "are a 429.",
+            description="Most KV of waiting requests, as estimated, in multiples of the pool; more are a 429.",
         ),
     ] = 32.0
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
@@ -497,10 +496,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="Most requests of one tenant at once; more are a 429."),
     ] = None
     input_tokens_per_minute: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of prompts alone.")
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="Prompt tokens a minute.")
     ] = None
     output_tokens_per_minute: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of answers alone.")
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="Tokens of answers a minute.")
     ] = None
     max_agents: Annotated[
         Annotated[int, Meta(ge=1, le=10_000)] | None,
@@ -517,8 +516,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lenient: Annotated[
         bool,
         Meta(
-            description="Pass over fields that look like a slip of a known one (temprature) too, and tell of them as "
-            "of other unknown fields; without it they are a 400, but with the header X-Cairn-Lenient: 1."
+            description="Also ignore misspelt fields (temprature), with a warning as for unknown ones; without it they "
+            "are a 400 unless a request has the header X-Cairn-Lenient: 1."
         ),
     ] = False
     strict_fields: Annotated[

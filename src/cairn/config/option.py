@@ -151,6 +151,7 @@ OTHER_NAMES = {
     "max_num_batched_tokens": "step_tokens",
     "n_batch": "step_tokens",
     "num_batch": "step_tokens",
+    "tensor_parallel_size": "tp",
     "dtype": "weights",
     "torch_dtype": "weights",
     "quantization": "weights",
@@ -176,7 +177,7 @@ SAMPLING_NAMES = {
     "stop_strings": "stop",
 }
 """What they call a sampling option -> its name here."""
-_OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization", "tensor_parallel_size"})
+_OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization"})
 
 
 def right_name(word: str, known: Iterable[str]) -> str:
@@ -185,7 +186,7 @@ def right_name(word: str, known: Iterable[str]) -> str:
     if word in OTHER_NAMES and OTHER_NAMES[word] in names:
         return f": it is called {OTHER_NAMES[word]} here"
     if word in _OF_GPUS:
-        return ": device says what the model is computed on, and all of it is; leave this out"
+        return ": the option device chooses where it is computed; leave this out"
     return closest(word, names)
 
 

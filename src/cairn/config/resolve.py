@@ -150,7 +150,7 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
     """Return the configuration file and its content; (None, {}) if there is none."""
     path = file or (expanded(env[FILE_VARIABLE]) if env.get(FILE_VARIABLE) else None)
     if path is None:
-        path = next((place for place in _places(env) if _there(place)), None)
+        path = next((place for place in _places(env) if _exists(place)), None)
     if path is None:
         return None, {}
     try:
@@ -180,11 +180,11 @@ def usual_file(env: Mapping[str, str]) -> Path:
     return places[-1]
 
 
-def _there(place: Path) -> bool:
+def _exists(place: Path) -> bool:
     try:
         return place.is_file()
     except OSError as error:
-        raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
+        raise ConfigError(f"cannot check for the file {place}: {error.strerror or error}") from None
 
 
 _PATTERNS = {

@@ -1,1 +1,1 @@
-"""The narrow waist and what implements it."""
+"""The engines, which compute steps."""

@@ -57,7 +57,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Read from memory in that time at least: packed matrices once a step, and the KV of the context."""
     read_fraction: float
-    """The share of the most that the machine reads in steps of so many bytes, from memory or from its caches."""
+    """Share of the machine's peak read rate for this many bytes, from memory or caches."""
     operations: int
     """How many operations it did in that time, those of matrices and of attention."""
     arithmetic_fraction: float
@@ -213,7 +213,7 @@ def open_bench(
 
 
 def _scanned(spec: ModelSpec) -> int:
-    """Operations of a token in its layers' states: each of their numbers is found, changed and asked for."""
+    """Operations of a token in recurrent layers: 7 for each number of a state."""
     kept = spec.recurrence
     return 0 if kept is None else 7 * len(kept.layers) * kept.inner * kept.key_size
 

@@ -1,6 +1,6 @@
 """The engine of whole texts: texts in, one vector or some scores a text out; nothing is kept between steps.
 
-So an encoder computes, and a decoder whose vectors are made of more than the last token's state.
+It serves encoders, and decoders whose vectors need more than the last token's state.
 
 Texts of all lengths are packed behind each other, each into blocks of its own, so a step costs what its tokens cost.
 """

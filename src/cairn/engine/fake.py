@@ -151,7 +151,7 @@ class FakeEngine:
         self._weights = random["weights"].integers(0, 1 << 64, (padded, block_tokens), dtype=np.uint64) | np.uint64(1)
         self._noise = random["noise"].random(spec.vocab + _NOISE, dtype=np.float32)
         ones = np.full((block_tokens, block_tokens), _MASK, dtype=np.uint64)
-        self._until, self._since = np.tril(ones), np.triu(ones)
+        self._masks_up_to, self._masks_from = np.tril(ones), np.triu(ones)
         """Masks of one block's slots: up to one of them, and from one of them on."""
         self._peaks = np.arange(1, _PEAKS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._heights = np.linspace(8, 3, _PEAKS, dtype=np.float32)
@@ -414,9 +414,11 @@ class FakeEngine:
                 index += range(head, tail)
                 ends.append(len(blocks) - 1)
             values = self._kv[number][blocks] * self._weights[index]
-            values[ends] &= self._until[[position % size for _, position in wanted]]
+            values[ends] &= self._masks_up_to[[position % size for _, position in wanted]]
             if group.window:
-                values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]
+                values[starts] &= self._masks_from[
+                    [max(0, position - group.window + 1) % size for _, position in wanted]
+                ]
             sums = np.add.reduceat(values, starts, axis=0).sum(axis=1, dtype=np.uint64)
             total += _mix(sums + self._seeds[number])
         return _mix(total)

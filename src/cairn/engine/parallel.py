@@ -1,8 +1,8 @@
 """The engine of several ranks: rank 0 here, which plans and samples; the others in processes of their own.
 
-All ranks take the same steps in the same order. A page has the parts of all ranks, one after another, and once what
-some have alike: heads of keys that ranks share, and latents, which are whole on each. If a rank dies, the step fails
-with a `DeviceError`, so the worker ends, and the supervisor starts all of them anew.
+All ranks take the same steps in the same order. A page has all ranks' parts in order; what several ranks hold alike
+(shared key heads, latents) is in it once. If a rank dies, the step fails with a `DeviceError`, so the worker ends, and
+the supervisor starts all of them anew.
 """
 
 from __future__ import annotations

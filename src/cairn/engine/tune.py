@@ -74,7 +74,7 @@ class Tuner:
             speed = self._measure(tried, f"{name} {value}")
             if speed.score > found.score * (1 + PAYS):
                 best, found = tried, speed
-        # What came back to what it means anyway, by noise in between, is no change.
+        # A value equal to the option's effective default (noise) is no change.
         changed = {
             name: getattr(best, name)
             for name in TunedOptions.__struct_fields__

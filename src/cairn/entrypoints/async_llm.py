@@ -445,11 +445,11 @@ class AsyncLLM:
         prompt_name: str | None = None,
         instruction: str | None = None,
     ) -> T:
-        from cairn.frontend.embeddings import AT_ONCE, Asking
+        from cairn.frontend.embeddings import AT_ONCE, EmbeddingCall
 
         config = self.config
         at_once = max(1, min(AT_ONCE, config.max_queue // 2))
-        asking = Asking(
+        asking = EmbeddingCall(
             timeout=config.request_timeout,
             at_once=at_once,
             truncate=truncate,

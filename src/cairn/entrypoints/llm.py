@@ -310,7 +310,7 @@ class _Loop:
         self._pid = os.getpid()
         # A call added after the loop's last turn would never run, and its caller would wait for ever. The lock is
         # reentrant: a signal handler or the garbage collector may close the model in the middle of a call.
-        self._door = threading.RLock()
+        self._call_lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cairn-llm", daemon=True)
         self._thread.start()
@@ -354,7 +354,7 @@ class _Loop:
         """
         self.check()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        with self._door:
+        with self._call_lock:
             if self._shut:
                 raise Unavailable("the model was closed")
             self._loop.call_soon_threadsafe(self._start, make, future)
@@ -392,7 +392,7 @@ class _Loop:
         """Stop the loop, which ends its tasks, and wait for the thread."""
         if self.elsewhere:
             return
-        with self._door:
+        with self._call_lock:
             self._shut = True
         with contextlib.suppress(RuntimeError):  # the loop was closed before
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -75,7 +75,7 @@ _SAMPLING = SamplingParams(max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class EmbeddingCall:
     """The tenant, limits and options of one call for vectors or scores."""
 
     salt: bytes = b""
@@ -115,7 +115,7 @@ def longest_text(service: Service) -> int:
     return min(service.info.context, service.spec.longest_text)
 
 
-async def vectors(service: Service, texts: Sequence[Text], asking: Asking) -> tuple[list[Vector], int]:
+async def vectors(service: Service, texts: Sequence[Text], asking: EmbeddingCall) -> tuple[list[Vector], int]:
     """Return the vector of each text as the model gives it, and the tokens of all texts together."""
     check_embeds(service)
     wholes = await _encoded(service, texts, asking)
@@ -123,7 +123,7 @@ async def vectors(service: Service, texts: Sequence[Text], asking: Asking) -> tu
 
 
 async def scores(
-    service: Service, pairs: Sequence[tuple[str, str]], asking: Asking, *, raw: bool = False
+    service: Service, pairs: Sequence[tuple[str, str]], asking: EmbeddingCall, *, raw: bool = False
 ) -> tuple[list[float], int]:
     """Return how well the texts of each pair match, and the number of tokens read.
 
@@ -173,7 +173,7 @@ def finished(vectors: Sequence[Vector], dimensions: int | None = None, *, normal
     return done
 
 
-async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> list[WholeInput]:
+async def _encoded(service: Service, texts: Sequence[Text], asking: EmbeddingCall) -> list[WholeInput]:
     if not texts:
         raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     if len(texts) > MAX_TEXTS:
@@ -237,7 +237,7 @@ def _words(service: Service, name: str | None) -> str:
     return known[name]
 
 
-async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: Asking) -> list[WholeInput]:
+async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: EmbeddingCall) -> list[WholeInput]:
     if not pairs:
         raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
@@ -264,7 +264,7 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     return wholes
 
 
-async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode: Encode) -> list[WholeInput]:
+async def _aside(service: Service, texts: Sequence[str], asking: EmbeddingCall, encode: Encode) -> list[WholeInput]:
     """Run `encode`, in a thread if the texts are long."""
     if sum(map(len, texts)) <= INLINE:
         return encode()
@@ -275,7 +275,7 @@ async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode:
     return await long.run(asking.share, encode)
 
 
-def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: Asking) -> None:
+def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: EmbeddingCall) -> None:
     if not whole.tokens:
         raise InvalidRequest(f"{name} is empty: it has no tokens", field=asking.field)
     if len(whole.tokens) > limit:
@@ -294,7 +294,7 @@ def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: A
         )
 
 
-async def _computed(service: Service, wholes: Sequence[WholeInput], asking: Asking) -> list[Vector]:
+async def _computed(service: Service, wholes: Sequence[WholeInput], asking: EmbeddingCall) -> list[Vector]:
     """Return the vectors of whole texts, in order. Retry requests that a full queue refuses after the first batch."""
     done: list[Vector] = []
     while len(done) < len(wholes):
@@ -308,7 +308,7 @@ async def _computed(service: Service, wholes: Sequence[WholeInput], asking: Aski
     return done
 
 
-async def _together(service: Service, wholes: Sequence[WholeInput], asking: Asking) -> list[Vector]:
+async def _together(service: Service, wholes: Sequence[WholeInput], asking: EmbeddingCall) -> list[Vector]:
     requests = [
         Request(
             id=service.next_id(),

@@ -87,7 +87,7 @@ class RamStore:
         """Keys of the chunks here that extend a chunk, which may itself not be here."""
         self._leaves = Leaves(budget)
         """Chunks that nothing here extends, in the order of eviction."""
-        self._having: dict[bytes, set[bytes]] = {}
+        self._chunks_by_head: dict[bytes, set[bytes]] = {}
         """Keys of the chunks here by the heads of the blocks that they contain."""
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: frozenset[bytes] = frozenset()
@@ -114,7 +114,7 @@ class RamStore:
         found: tuple[int, bytes] | None = None
         with self._lock:
             for count, key in enumerate(keys, 1):
-                if not (having := self._having.get(key[:HEAD_BYTES])):
+                if not (having := self._chunks_by_head.get(key[:HEAD_BYTES])):
                     break
                 found = count, max(having, key=lambda one: len(self._chunks[one].heads))
         return found
@@ -134,7 +134,7 @@ class RamStore:
         """See `Store`. A chunk without its parent or without room is refused, and so are those after it."""
         with self._lock:
             for count, chunk in enumerate(chunks):
-                if chunk.key in self._chunks or self._having.get(chunk.key[:HEAD_BYTES]):
+                if chunk.key in self._chunks or self._chunks_by_head.get(chunk.key[:HEAD_BYTES]):
                     continue
                 orphan = bool(chunk.parent) and chunk.parent not in self._chunks
                 if orphan or not self._make_room(_size(chunk), chunk.parent):
@@ -144,7 +144,7 @@ class RamStore:
                 self._chunks[chunk.key] = chunk
                 self._children.setdefault(chunk.parent, set()).add(chunk.key)
                 for head in _heads(chunk):
-                    self._having.setdefault(head, set()).add(chunk.key)
+                    self._chunks_by_head.setdefault(head, set()).add(chunk.key)
                 self._leaves.extend(chunk.parent)
                 self._leaves.use(chunk.key, self._stats.written)
                 if chunk.once:
@@ -154,7 +154,7 @@ class RamStore:
                 self._count(chunks=1, bytes=_size(chunk), written=_size(chunk))
                 if self._watch is not None:
                     self._watch(True, _heads(chunk), chunk.parent[:HEAD_BYTES])
-                tails = [one for head in chunk.heads for one in self._having[head] if one[:HEAD_BYTES] == head]
+                tails = [one for head in chunk.heads for one in self._chunks_by_head[head] if one[:HEAD_BYTES] == head]
                 self._drop(tails)
             return len(chunks)
 
@@ -200,7 +200,7 @@ class RamStore:
     def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:
-            having = {key for head in self._pinned for key in self._having.get(head, ())}
+            having = {key for head in self._pinned for key in self._chunks_by_head.get(head, ())}
             return msgspec.structs.replace(self._stats, pinned=len(having))
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class RamStore:
         with self._lock:
             self._chunks.clear()
             self._children.clear()
-            self._having.clear()
+            self._chunks_by_head.clear()
             self._leaves = Leaves(0)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
@@ -234,9 +234,9 @@ class RamStore:
             return False
         gone = []
         for head in _heads(chunk):
-            self._having[head].discard(key)
-            if not self._having[head]:
-                del self._having[head]
+            self._chunks_by_head[head].discard(key)
+            if not self._chunks_by_head[head]:
+                del self._chunks_by_head[head]
                 gone.append(head)
         if gone and self._watch is not None:
             self._watch(False, gone, chunk.parent[:HEAD_BYTES])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cairn.frontend.embeddings import Asking, finished, scores, vectors
+from cairn.frontend.embeddings import EmbeddingCall, finished, scores, vectors
 from cairn.frontend.request_options import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.rag.chunking import Section, UnreadableDocument, chunks, sections
@@ -63,7 +63,7 @@ class Embedder(NamedTuple):
     """An embedding model and the caller it works for."""
 
     service: Service
-    asking: Asking
+    asking: EmbeddingCall
 
     async def made(
         self, texts: Sequence[str], prompts: Sequence[str], heard: Callable[[int], object] = lambda done: None
@@ -87,7 +87,7 @@ class Reranker(NamedTuple):
     """A reranking model and the caller it works for."""
 
     service: Service
-    asking: Asking
+    asking: EmbeddingCall
 
     async def best(self, question: str, found: Sequence[SearchHit], count: int) -> list[SearchHit]:
         """Return the `count` best hits by this model's scores."""

@@ -19,7 +19,7 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def as_places_free(
+async def gather_with_limit(
     places: asyncio.Semaphore, work: Iterable[tuple[bool, Callable[[], Coroutine[Any, Any, T]]]]
 ) -> list[T]:
     """Run all and return their results in order, as `together` does, but limit how many run at once.
@@ -45,8 +45,8 @@ class StartBarrier:
     """A barrier that opens once every runner has arrived or left."""
 
     def __init__(self, runners: int) -> None:
-        self._away = runners
-        self._off = asyncio.Event()
+        self._missing = runners
+        self._opened = asyncio.Event()
 
     def runner(self) -> Runner:
         """Return one of the runners."""
@@ -54,13 +54,13 @@ class StartBarrier:
 
     def arrive(self) -> None:
         """Count one runner as arrived."""
-        self._away -= 1
-        if self._away <= 0:  # not at once, so that the last to arrive also waits, and continues after the others
-            asyncio.get_running_loop().call_soon(self._off.set)
+        self._missing -= 1
+        if self._missing <= 0:  # not at once, so that the last to arrive also waits, and continues after the others
+            asyncio.get_running_loop().call_soon(self._opened.set)
 
     async def wait(self) -> None:
         """Wait until all runners have arrived."""
-        await self._off.wait()
+        await self._opened.wait()
 
 
 class Runner:

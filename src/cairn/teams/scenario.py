@@ -125,7 +125,7 @@ class Stage(Protocol):
         ...
 
 
-class Met(msgspec.Struct, frozen=True):
+class ExpectationResult(msgspec.Struct, frozen=True):
     """An expectation and whether it was met."""
 
     what: str
@@ -141,7 +141,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     decision: str | None
     points: dict[str, float]
-    met: list[Met]
+    met: list[ExpectationResult]
 
 
 def scenario_of(given: Any, file: Path) -> Scenario:
@@ -299,26 +299,34 @@ def _score(
     show({"type": "points", "won": dict(won), "points": dict(points)})
 
 
-def _met(expected: Expectation, team: Mapping[str, Any], said: Sequence[Sequence[tuple[str, str]]]) -> Iterator[Met]:
+def _met(
+    expected: Expectation, team: Mapping[str, Any], said: Sequence[Sequence[tuple[str, str]]]
+) -> Iterator[ExpectationResult]:
     """Yield for each field of an expectation whether it was met."""
     if expected.rounds is not None:
-        yield Met(f"rounds: {expected.rounds}", len(said) == expected.rounds, str(len(said)))
+        yield ExpectationResult(f"rounds: {expected.rounds}", len(said) == expected.rounds, str(len(said)))
     if expected.speakers is not None:
         at = expected.round
         spoke = [member for member, _ in said[at - 1]] if 1 <= at <= len(said) else []
         what = f"speakers of round {at}: {', '.join(expected.speakers)}"
-        yield Met(what, spoke == list(expected.speakers), ", ".join(spoke) or "nobody")
+        yield ExpectationResult(what, spoke == list(expected.speakers), ", ".join(spoke) or "nobody")
     if expected.decision_in is not None:
         decision = team["decision"]
-        yield Met(f"decision in {', '.join(expected.decision_in)}", decision in expected.decision_in, str(decision))
+        yield ExpectationResult(
+            f"decision in {', '.join(expected.decision_in)}", decision in expected.decision_in, str(decision)
+        )
     if expected.choices_in is not None:
         others = sorted({content for one in said for _, content in one if content not in expected.choices_in})
-        yield Met(f"choices in {', '.join(expected.choices_in)}", not others, ", ".join(others)[:200] or "all of them")
+        yield ExpectationResult(
+            f"choices in {', '.join(expected.choices_in)}", not others, ", ".join(others)[:200] or "all of them"
+        )
     report = team["report"]
     if expected.shared_tokens is not None:
         shared = report["shared_tokens"] or 0
-        yield Met(f"shared tokens: {expected.shared_tokens} or more", shared >= expected.shared_tokens, str(shared))
+        yield ExpectationResult(
+            f"shared tokens: {expected.shared_tokens} or more", shared >= expected.shared_tokens, str(shared)
+        )
     if expected.computed_share is not None:
         share = report["computed_tokens"] / max(1, report["prompt_tokens"])
         what = f"computed share: {expected.computed_share:g} or less"
-        yield Met(what, share <= expected.computed_share, f"{share:.3f}")
+        yield ExpectationResult(what, share <= expected.computed_share, f"{share:.3f}")

@@ -400,8 +400,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_gate: bool = False
     """Whether the query projection also gives a gate for each head, which multiplies attention's output."""
     ahead: int = 0
-    """Set for the head that predicts further tokens (MTP), which has one layer: the number of layers of its model, so
-    that it is layer number `ahead` of the files. The embedding and the output are the model's. 0 for a model."""
+    """For an MTP head, a model of one layer: the number of layers of its main model, and so its layer number in the
+    files. Embedding and output are the main model's. 0 otherwise."""
 
     @property
     def whole(self) -> bool:

@@ -109,7 +109,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
     values: tuple[str, ...] = ()
     """Parameters that are not strings: calls in XML tags write these as JSON."""
     shape: str = ""
-    """Its schema without descriptions (`text.argument_fit`), as JSON; "" if any arguments are valid."""
+    """Its schema without descriptions (`text/output/argument_fit.py`), as JSON; "" if any arguments are valid."""
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: bool = False
     """Text between `<think>` and `</think>` is reasoning, not content."""
     thoughts: str = ""
-    """Name of a further reasoning format in `text.thoughts`."""
+    """Name of a further format in `reasoning_formats`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
     reasoning_closed: bool = False
@@ -130,7 +130,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     xml: bool = False
     """`<function=...>` tags inside `<tool_call>` become tool calls, too."""
     calls: str = ""
-    """Name of a further format of tool calls in `text.call_formats`."""
+    """Name of a further format of tool calls in `text/output/call_formats.py`."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools offered. An answer that is only the JSON object of a call to one of them is read as that call."""
     held: bool = False

@@ -16,8 +16,8 @@ from cairn.types.stats import BlockChange, BlockChanges, Medium
 from cairn.worker import wire
 
 MOST_BLOCKS = 1 << 18
-"""Blocks that wait for the next question, and what a router remembers. With more of them its answer is the whole again,
-and of a whole those beyond are left out: what a large disk has would fill a frame, and be decoded on an event loop."""
+"""Most queued block changes (a router remembers as many). Beyond it the next answer lists all blocks, cut at this
+number: those of a large disk would fill a frame and be decoded on an event loop."""
 MOST_JOINED = 256
 """Blocks of one change that further ones are joined to."""
 _MEDIUM: dict[TierName, Medium] = {"ram": "CPU", "disk": "DISK"}

@@ -255,7 +255,7 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The adapter that was attached."""
     blocks: BlockChanges = BlockChanges()
     routine: bool = False
-    """Whether the question is asked all the while, so that its answer is no progress of the worker."""
+    """Whether the question is polled, so that its answer does not count as progress."""
     refused: str = ""
     """Why an adapter cannot be attached, as a sentence: the caller's mistake."""
 

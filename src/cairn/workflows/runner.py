@@ -17,7 +17,7 @@ import msgspec
 
 from cairn.agents.work_journals import Journal, Journals
 from cairn.frontend.request_options import SamplingOptions
-from cairn.system.concurrency import as_places_free, together
+from cairn.system.concurrency import gather_with_limit, together
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.tokens.json_texts import length
 from cairn.text.tokens.tokenizer import INLINE
@@ -252,7 +252,7 @@ class WorkflowRun:
                 else:
                     yield True, partial(self._ask, node, {**values, ITEM: item, INDEX: index}, f"{key}.{index}")
 
-        ended = await as_places_free(self._turn, work())
+        ended = await gather_with_limit(self._turn, work())
         bad = next((one for one in ended if one.state != "done"), None)
         if bad is not None:
             return await self._end(NodeEnded(key=key, state=bad.state, why=f"{bad.key}: {bad.why}"), node)

@@ -14,7 +14,7 @@ from cairn.api.http.call import HTTPCall
 from cairn.api.http.multipart import Upload, upload
 from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
-from cairn.frontend.embeddings import AT_ONCE, Asking, check_scores
+from cairn.frontend.embeddings import AT_ONCE, EmbeddingCall, check_scores
 from cairn.rag.attachments import Attachments
 from cairn.rag.collections import Collections, Embedder, Reranker
 from cairn.rag.definition import MAX_BYTES, Search, SearchHit
@@ -172,8 +172,8 @@ class Library:
             : wanted.top_k
         ]
 
-    def _asking(self, salt: bytes, share: str, field: str) -> Asking:
-        return Asking(
+    def _asking(self, salt: bytes, share: str, field: str) -> EmbeddingCall:
+        return EmbeddingCall(
             salt=salt,
             share=share,
             timeout=self._config.request_timeout,

@@ -33,7 +33,7 @@ _THOUGHT = "the reasoning of another API, in its own form"
 ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
     "request": {
         "OpenAI": (
-            FieldRow("user safety_identifier", "who asks; nobody here judges them"),
+            FieldRow("user safety_identifier", "names the user; not evaluated"),
             FieldRow("service_tier", "all requests are served alike"),
             FieldRow("prompt_cache_options prompt_cache_retention", _CACHED),
             FieldRow("verbosity", "no switch of local models; ask for brevity in the prompt"),
@@ -83,7 +83,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
         "mlx_lm": (
             FieldRow("draft_model num_draft_tokens", "a hint that changes the speed alone"),
-            FieldRow("adapters", "adapters are not built", ("", "default_model")),
+            FieldRow("adapters", "name it as MODEL:NAME", ("", "default_model")),
             FieldRow(
                 "repetition_context_size presence_context_size frequency_context_size",
                 "penalties look at the whole context; 20 is what clients send unasked",
@@ -115,7 +115,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
     },
     "responses": {
         "OpenAI": (
-            FieldRow("user", "who asks; nobody here judges them"),
+            FieldRow("user", "names the user; not evaluated"),
             FieldRow("access_programs", "all requests are served alike"),
             FieldRow("prompt_cache_retention", _CACHED),
             FieldRow("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
@@ -157,7 +157,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
     },
     "embedding": {
-        "OpenAI": (FieldRow("user safety_identifier", "who asks; nobody here judges them"),),
+        "OpenAI": (FieldRow("user safety_identifier", "names the user; not evaluated"),),
         "Cohere, Jina": (
             FieldRow("input_type task", "say prompt_name, by the names of the model's own prompts", ()),
             FieldRow("max_chunks_per_doc max_tokens_per_doc rank_fields late_chunking", _FORM, ()),

@@ -138,7 +138,7 @@ _MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:(
 LEAST_OBJECTS = 1_024
 """Objects that any body may hold."""
 VALUES_AN_OBJECT = 8
-"""As many values may be in a body as objects, times this: to make an object of a schema takes far longer."""
+"""JSON values for each object that a body may hold: objects take far longer to make."""
 
 
 def _objects(body: bytes, most: int) -> int:
@@ -187,7 +187,7 @@ _decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, par
 
 
 def _mend(value: Any, max_depth: int) -> bool:
-    """Check depth and finite numbers and make characters whole, without recursion; whether one was not."""
+    """Check depth and numbers and repair half surrogates; return whether there were any."""
     level = [value]
     depth = 0
     mended = False

@@ -357,7 +357,7 @@ class HTTPCall:
             pass
 
     @property
-    def hears(self) -> bool:
+    def can_warn(self) -> bool:
         """Whether one more warning is sent."""
         return len(self.warnings) < MAX_WARNINGS
 
@@ -367,7 +367,7 @@ class HTTPCall:
         It goes into a header too, where a control character would cost the whole answer.
         """
         told = _printable(sentence)
-        if self.hears and told not in self.warnings:  # each choice may say the same
+        if self.can_warn and told not in self.warnings:  # each choice may say the same
             self.warnings.append(told)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:

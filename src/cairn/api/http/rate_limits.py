@@ -80,10 +80,10 @@ MOST_TENANTS = 10_000
 """How many tenants are remembered; of more, those that ask for nothing now are forgotten."""
 BUSY_SECONDS = 1.0
 """Least Retry-After in seconds of a tenant with too many requests at once."""
-TOLD_SECONDS = 600.0
+REPORT_SECONDS = 600.0
 """How long after its last request a tenant's usage is told to the other servers."""
 WEIGHT = 0.2
-"""How much one request counts in how long a tenant's take."""
+"""Weight of one request in a tenant's mean duration."""
 
 
 class _Bucket:
@@ -240,7 +240,7 @@ class RateLimits:
         """Return what is used here, by payer; of those alone who asked for something a short time ago."""
         if self._none:
             return {}
-        since = self._clock.now() - TOLD_SECONDS
+        since = self._clock.now() - REPORT_SECONDS
         return {
             payer: TenantUsage(self._names[payer], *one.spent, len(one.began))
             for payer, one in self._tenants.items()
@@ -263,7 +263,7 @@ class RateLimits:
             tenant.elsewhere[holder] = one.running
             if known is not None:
                 tenant.take(now, *_used_since(known.get(payer), one))
-        # Who is not told now may be told again, with counts that go on from these.
+        # Payers missing here may return with counts that continue from these.
         self._others[holder] = dict(list(((known or {}) | dict(usage)).items())[-MOST_TENANTS:])
 
     def forget_other(self, holder: str) -> None:

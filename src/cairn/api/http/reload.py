@@ -78,7 +78,7 @@ class Reload:
             watcher(wanted)
         log.info("the options were read again; changed: %s", ", ".join(changed) or "none")
         for name, why in unchanged.items():
-            log.warning("%s is another one now, and %s", name, why)
+            log.warning("%s has changed, but %s", name, why)
         return Reloaded(changed=changed, unchanged=unchanged)
 
 

@@ -194,7 +194,7 @@ class NameBody(Body):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the object without a name that is empty: Ollama's own client sends both, one of them so."""
+        """Drop an empty `name` or `model`: Ollama's own client sends both, one of them empty."""
         return {key: item for key, item in value.items() if item != "" or key not in ("name", "model")}
 
 

@@ -20,7 +20,7 @@ from cairn.api.http.routes import Route
 from cairn.frontend.embeddings import (
     AT_ONCE,
     MAX_TEXTS,
-    Asking,
+    EmbeddingCall,
     Text,
     check_dimensions,
     check_embeds,
@@ -106,7 +106,7 @@ class RerankBody(Body):
 
 
 class ScoreBody(Body):
-    """POST /v1/score, as vLLM has it: one text or several beside one or as many."""
+    """POST /v1/score, as vLLM has it: one `text_1`, or as many as `text_2`."""
 
     place = "embedding"
     synonyms: ClassVar[Mapping[str, str]] = {
@@ -272,9 +272,9 @@ class Embeddings:
         field: str,
         prompt_name: str | None = None,
         instruction: str | None = None,
-    ) -> Asking:
+    ) -> EmbeddingCall:
         """Return the options of embedding a call's texts."""
-        return Asking(
+        return EmbeddingCall(
             salt=call.salt,
             share=call.share,
             timeout=self._config.request_timeout,
@@ -290,7 +290,7 @@ class Embeddings:
         call: HTTPCall,
         service: Service,
         given: object,
-        asking: Asking,
+        asking: EmbeddingCall,
         dimensions: int | None,
         normalize: bool | None,
     ) -> tuple[list[Vector], int]:
@@ -307,7 +307,13 @@ class Embeddings:
         return finished(made, dimensions, normalize=normalized), tokens
 
     async def _scores(
-        self, call: HTTPCall, service: Service, pairs: list[tuple[str, str]], asking: Asking, *, raw: bool = False
+        self,
+        call: HTTPCall,
+        service: Service,
+        pairs: list[tuple[str, str]],
+        asking: EmbeddingCall,
+        *,
+        raw: bool = False,
     ) -> tuple[list[float], int]:
         async with Watch(call) as watch:
             found, tokens = await scores(service, pairs, asking, raw=raw)

@@ -4,7 +4,7 @@
     previous_response_id          a fork of that response's agent, which copies nothing, and the next turn
     other instructions, tools     an agent that begins with these and with all that was said so far
 
-So a response survives a restart as agents do, goes on with the exact ids of its context, and may be gone on with twice.
+So a response survives a restart, continues with the exact ids of its context, and may be continued twice.
 What the response's object says of its request stands in the agent's metadata.
 """
 

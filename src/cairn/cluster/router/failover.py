@@ -159,7 +159,7 @@ class RoutedCall:
                 gate, request = self._shared.gate, self._request
                 await gate.before(replica, request.key, request.path, self._headers, self._body)
             connection = await self._exchange(replica)
-            if await self._goes_on(replica, connection):
+            if await self._should_retry(replica, connection):
                 return False
             await self._pass_on(replica, connection)
             return True
@@ -179,11 +179,11 @@ class RoutedCall:
         self._sent_again |= connection.sent_before
         return connection
 
-    async def _goes_on(self, replica: Replica, connection: UpstreamConnection) -> bool:
-        """Return whether an answer is not for the client: another replica, or a later moment, has a better one."""
+    async def _should_retry(self, replica: Replica, connection: UpstreamConnection) -> bool:
+        """Return whether to try another replica, or again later, instead of answering with this."""
         status, now = connection.status, time.monotonic()
         others = [one for one in self._replicas.all if one.up and one not in self._tried and one is not replica]
-        if status == 404 and self._request.elsewhere and others:
+        if status == 404 and self._request.on_one_replica and others:
             self._tried.append(replica)
             return True
         if status == 503 and self._request.repeatable and now < self._end and (others or self._sent_again):
@@ -192,10 +192,10 @@ class RoutedCall:
             return True
         if status == 409 and (self._request.is_turn or self._request.is_work) and now < self._end:
             others = others if self._request.is_work else []
-            if not (others or self._sent_again or self._replicas.death_is_near):
+            if not (others or self._sent_again or self._replicas.lost_one_lately):
                 return False
             body = await read_whole(connection)
-            if b'"turn_running"' in body and (others or self._sent_again or self._replicas.death_is_near):
+            if b'"turn_running"' in body and (others or self._sent_again or self._replicas.lost_one_lately):
                 # Another replica is at work on it, or was until it died. This one did nothing.
                 if others:
                     self._tried.append(replica)
@@ -319,7 +319,7 @@ class RoutedCall:
                 if connection.status not in (409, 429, 503):
                     return False
                 refusal = await read_whole(connection)
-                if delivered is None and connection.status == 409 and await self._is_over(replica, refusal):
+                if delivered is None and connection.status == 409 and await self._send_end_if_over(replica, refusal):
                     return True
                 await asyncio.sleep(PAUSE)
             except UpstreamLost:
@@ -341,7 +341,7 @@ class RoutedCall:
         self._target = f"{RUNS_PATH}/{id}/resume".encode()
         return await self._follow(None)
 
-    async def _is_over(self, replica: Replica, refusal: bytes) -> bool:
+    async def _send_end_if_over(self, replica: Replica, refusal: bytes) -> bool:
         """Send the last event of a run that had ended before its replica died; return whether it had."""
         if b'"turn_running"' in refusal:
             return False

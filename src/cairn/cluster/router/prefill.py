@@ -45,7 +45,7 @@ class PrefillGate:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         """Bytes of the last body of each conversation: the replica that answered it has their KV."""
         self._sharing = 0.05
-        """Seconds that two replicas lately took to share, beside the bytes."""
+        """Average seconds of two replicas' share calls, KV transfer aside."""
         self.apart = self.failed = 0
         """Prompts that another replica computed, and those where that failed."""
 

@@ -39,15 +39,15 @@ CROWDED = 1.5
 SLACK = 4
 BUSY_SECONDS = 0.02
 """How much longer a request takes for each that the replica has in hand, since their steps share the device."""
-ABOUT = 0.01
+TIE_SECONDS = 0.01
 """Seconds within which two replicas count as equally soon."""
 USUAL_SPEED = 2000.0
 """Prompt tokens a second where no replica has measured its own yet."""
-USUAL_GAIN = 10.0
+DEFAULT_LOAD_SPEEDUP = 10.0
 """How many times faster than computing a replica loads that has not loaded anything yet."""
 FORGET_SECONDS = 600.0
 DEATH_SECONDS = 15.0
-"""How long after a replica went away a turn that is said to run elsewhere may be its last."""
+"""Seconds after a replica's loss in which `turn_running` may refer to its turn."""
 DRAIN_SECONDS = 30.0
 START_SECONDS = 300.0
 """How long a replica that is restarted may take until it is ready."""
@@ -243,7 +243,7 @@ class Replicas:
         self._died = time.monotonic()
 
     @property
-    def death_is_near(self) -> bool:
+    def lost_one_lately(self) -> bool:
         """Whether a replica went away a short time ago."""
         return time.monotonic() - self._died < DEATH_SECONDS
 
@@ -292,7 +292,7 @@ class Replicas:
             speeds = [one.computes for one in ranked if one.computes]
             usual = sum(speeds) / len(speeds) if speeds else USUAL_SPEED
             times = [self._seconds(one, known, has, most, now, usual) for one, has in zip(ranked, held, strict=True)]
-            chosen = min(range(len(ranked)), key=lambda number: (round(times[number] / ABOUT), number))
+            chosen = min(range(len(ranked)), key=lambda number: (round(times[number] / TIE_SECONDS), number))
         replica, has = ranked[chosen], held[chosen]
         if (missing := known.total - has.cached) > 0 and replica.computes:
             replica.computing = max(replica.computing, now) + missing / replica.computes
@@ -305,7 +305,7 @@ class Replicas:
         `usual`: prompt tokens a second of one that has not measured its own.
         """
         computing = 1 / (one.computes or usual)
-        loading = min(computing, 1 / one.loads) if one.loads else computing / USUAL_GAIN
+        loading = min(computing, 1 / one.loads) if one.loads else computing / DEFAULT_LOAD_SPEEDUP
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
         # What it reported is up to a second old: without a request in hand there, those that waited then are over.

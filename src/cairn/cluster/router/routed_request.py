@@ -166,8 +166,8 @@ class RoutedRequest:
         return [last_part(one) for one in named]
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether it is about something that one replica alone may have: the others answer 404, and do nothing."""
+    def on_one_replica(self) -> bool:
+        """Whether its object may be on one replica only: others answer 404 without effect."""
         return NAMED_PATHS.match(self.path) is not None
 
 

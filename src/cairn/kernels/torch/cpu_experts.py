@@ -116,7 +116,7 @@ class CpuExperts:
 
     @property
     def numerics(self) -> tuple[object, ...]:
-        """See `Kernels`: both kernel sets, and whose experts are which's."""
+        """See `Kernels`: of both kernel sets, and the CPU's layers."""
         return (*self._own.numerics, "experts of the CPU", self._layers, *self._host.numerics)
 
     def kernels_of(self, layer: int) -> Kernels:

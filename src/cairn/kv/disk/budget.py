@@ -66,7 +66,7 @@ class DiskState:
         self.used = OrderedDict[bytes, IndexEntry]()
         """Chunks whose last use is not saved in their files' times yet."""
         self._reserve = reserve
-        self._low, self._gave, self._gave_at = 0, 0, 0.0
+        self._free_before, self._freed, self._freed_at = 0, 0, 0.0
         """For evictions that make room for other users of the disk: its free bytes before the first of them, the bytes
         evicted since that it may not report as free yet, and when the first of those were evicted."""
         self._unsynced: dict[Path, object] = {}
@@ -216,7 +216,7 @@ class DiskState:
                 # On a disk that others fill the store does not grow, but it may reuse what it freed itself.
                 lack = need - max(free - self._reserve, freed) if need else 0
                 if given and free > before:  # this disk shows freed room at once
-                    self._gave = max(0, self._gave - given)
+                    self._freed = max(0, self._freed - given)
                 owed = self._owed_to_others(free)
                 lack = max(lack, owed)
                 if over <= 0 and lack <= 0:
@@ -226,8 +226,8 @@ class DiskState:
                     return True
                 victims = [] if need > self.budget else self._delete_victims(max(over, lack))
                 given, before = min(max(0, owed), sum(one.disk for one in victims)), free
-                self._gave_at = self._gave_at if self._gave else self.clock.now()
-                self._gave += given
+                self._freed_at = self._freed_at if self._freed else self.clock.now()
+                self._freed += given
             cleared = self.clear(victims)
             freed += sum(one.disk for one in victims)
             with self.mutex:
@@ -250,9 +250,9 @@ class DiskState:
         the first shows.
         """
         mark = self._reserve // 4
-        if free >= mark or not self._gave or self.clock.now() - self._gave_at > _LATE_SECONDS:
-            self._low, self._gave = free, 0
-        return mark - free - min(self._gave, max(0, self._low + self._gave - free))
+        if free >= mark or not self._freed or self.clock.now() - self._freed_at > _LATE_SECONDS:
+            self._free_before, self._freed = free, 0
+        return mark - free - min(self._freed, max(0, self._free_before + self._freed - free))
 
     def write(self, need: int, work: Callable[[], T]) -> T:
         """Do work that needs so many bytes; if a hidden quota ends it, evict and try once more.

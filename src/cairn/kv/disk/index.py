@@ -93,7 +93,7 @@ class DiskIndex:
         """Pinned keys of each model, stored or not."""
         self._pinned_heads = Counter[bytes]()
         """Number of pinned blocks by tag and head."""
-        self._having: dict[bytes, tuple[IndexEntry, ...]] = {}
+        self._chunks_by_head: dict[bytes, tuple[IndexEntry, ...]] = {}
         """Live chunks by tag and head of each block that they contain."""
         self._watched: tuple[bytes, Watch] | None = None
         """The tag of the chunks that are watched, and who is told."""
@@ -124,7 +124,7 @@ class DiskIndex:
         if self._protected is None:
             return
         for id in ids:
-            for entry in self._having.get(_head(id), ()):
+            for entry in self._chunks_by_head.get(_head(id), ()):
                 one: IndexEntry | None = entry
                 while one is not None and one.id not in self._protected:
                     self._protected.add(one.id)
@@ -136,25 +136,25 @@ class DiskIndex:
         return entry if entry is not None and entry.live else None
 
     def within(self, ids: Iterable[bytes]) -> tuple[int, IndexEntry] | None:
-        """Return how many of a chunk's first blocks one live chunk has at most, and that chunk.
+        """Return the most leading blocks that one live chunk has, and that chunk.
 
         `ids`: of the blocks, in order. Return None if no chunk has the first.
         """
         found: tuple[int, IndexEntry] | None = None
         for count, id in enumerate(ids, 1):
-            if not (having := self._having.get(_head(id))):
+            if not (having := self._chunks_by_head.get(_head(id))):
                 break
             found = count, max(having, key=lambda one: (len(one.name.heads), one.used))
         return found
 
     def replaced(self, entry: IndexEntry) -> list[IndexEntry]:
         """Return the live tails that a chunk begins with."""
-        beginnings = ((tag_and_head, self._having.get(tag_and_head, ())) for tag_and_head in _heads(entry))
+        beginnings = ((tag_and_head, self._chunks_by_head.get(tag_and_head, ())) for tag_and_head in _heads(entry))
         return [one for head, having in beginnings for one in having if _head(one.id) == head]
 
     def replaces(self, id: bytes) -> bool:
         """Return whether a live chunk begins with the tail of this id."""
-        return any(one.id != id for one in self._having.get(_head(id), ()))
+        return any(one.id != id for one in self._chunks_by_head.get(_head(id), ()))
 
     def after(self, entry: IndexEntry, steps: int) -> IndexEntry | None:
         """Return the live chunk `steps` further in the chain; None if there is none or the chain branches."""
@@ -192,7 +192,7 @@ class DiskIndex:
         self._sizes[entry.name.tag] = self._sizes.get(entry.name.tag, 0) + entry.disk
         self.bytes += entry.disk
         for head in (*_heads(entry), _head(entry.id)):
-            self._having[head] = (*self._having.get(head, ()), entry)
+            self._chunks_by_head[head] = (*self._chunks_by_head.get(head, ()), entry)
         if self._is_pinned(entry):
             self._protect([entry.id])
         self._rank(entry)
@@ -211,7 +211,7 @@ class DiskIndex:
             return
         heads = [*entry.name.heads, entry.name.key[:HEAD_BYTES]]
         if not stored:
-            heads = [head for head in heads if entry.name.tag + head not in self._having]
+            heads = [head for head in heads if entry.name.tag + head not in self._chunks_by_head]
         if heads:
             self._watched[1](stored, heads, entry.name.parent[:HEAD_BYTES])
 
@@ -274,10 +274,10 @@ class DiskIndex:
         entry.live, entry.going = False, True
         self._deleted[entry.id] = entry
         for head in (*_heads(entry), _head(entry.id)):
-            if left := tuple(one for one in self._having[head] if one is not entry):
-                self._having[head] = left
+            if left := tuple(one for one in self._chunks_by_head[head] if one is not entry):
+                self._chunks_by_head[head] = left
             else:
-                del self._having[head]
+                del self._chunks_by_head[head]
         self._tell(entry, stored=False)
         if self._protected is not None and entry.id in self._protected:
             self._protected = None
@@ -315,7 +315,7 @@ class DiskIndex:
         """Return an index with the same pins and no chunks."""
         index = DiskIndex()
         index._watched = self._watched
-        self._having.clear()
+        self._chunks_by_head.clear()
         for entry in self.live():
             self._tell(entry, stored=False)
         index.standings = self.standings
@@ -346,7 +346,7 @@ class DiskIndex:
                 if not self._pinned_heads[_head(id)]:
                     del self._pinned_heads[_head(id)]
                 self._protected = None
-                for entry in self._having.get(_head(id), ()):
+                for entry in self._chunks_by_head.get(_head(id), ()):
                     self._rank(entry)
         self._protect(ids)
 

@@ -447,14 +447,14 @@ class Cache:
         while hit + 1 < stop and self._computing.get(key(hit + 1, tokens)) is owner:
             hit += 1
         if self._states:
-            hit = self._coming(owner, covered, hit + 1) - 1
+            hit = self._next_snapshot_of(owner, covered, hit + 1) - 1
             if hit < covered or self._computing.get(key(hit, tokens)) is not owner:
                 return None
         if owner.progress.loading:
             owner.claim.wanted = True
         return key(hit, tokens)
 
-    def _coming(self, owner: SequenceKV, low: int, high: int) -> int:
+    def _next_snapshot_of(self, owner: SequenceKV, low: int, high: int) -> int:
         """Return the last boundary in (low, high] at which `owner` will leave a snapshot; 0 if there is none.
 
         If it has not reached the boundary yet, the snapshot is requested. Snapshots of a planned step are in its table.

@@ -156,7 +156,7 @@ class Store(Protocol):
         ...
 
     def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
-        """Return how many of a chunk's first blocks one stored chunk has at most, and that chunk's key.
+        """Return the most leading blocks of a chunk that one stored chunk has, and that chunk's key.
 
         `keys`: of the blocks, in order. Return None if no stored chunk is known to have the first of them.
         """

@@ -99,7 +99,7 @@ class Tiers:
         return bool(self._loads)
 
     def watch(self, watches: Callable[[TierName], Watch] | None) -> None:
-        """Have every tier that can tell its blocks, as `WatchedStore` says; None: none of them any more."""
+        """Set each tier's block watcher (`WatchedStore`), where it can have one; None: remove it."""
         for name, store in self._stores.items():
             if isinstance(store, WatchedStore):
                 store.watch(None if watches is None else watches(name))

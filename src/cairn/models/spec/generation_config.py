@@ -26,7 +26,7 @@ class _Added(msgspec.Struct):
 def end_ids(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
     """Return the ids that end an answer: from generation_config.json, config.json and the tokenizer's eos_token.
 
-    The front adds what the tokenizer's texts and the chat template imply (`text.tokenizer`).
+    The front adds what the tokenizer's texts and the chat template imply (`text/tokens/tokenizer.py`).
     """
     first = _generation(folder, vocab).ids("eos_token_id", vocab)
     second = config.ids("eos_token_id", vocab)
