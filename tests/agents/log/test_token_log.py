@@ -306,6 +306,65 @@ def test_a_segment_that_cannot_be_removed_returns_nothing_old() -> None:
     assert not any(b"gone" in data for data in files.files(FOLDER).values())
 
 
+def test_an_erasure_goes_on_behind_a_segment_that_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 4 << 10)
+    files = CrashFiles()
+    log = opened(files)
+    for number in range(6):
+        put(log, RecordKind.TURN, 8, b"gone %d " % number * 500)
+    kept = put(log, RecordKind.TURN, 9, b"kept")
+    first = log._folder.name(min(log._index.segments))
+    removed = files.remove
+
+    def remove(path: Path) -> None:
+        if path == first:
+            raise OSError(errno.EIO, "Input/output error")
+        removed(path)
+
+    monkeypatch.setattr(files, "remove", remove)
+    with pytest.raises(OSError, match="Input/output error"):
+        log.erase([8])
+    assert [path for path, data in files.files(FOLDER).items() if b"gone" in data] == [first]
+    put(log, RecordKind.TURN, 10, b"another")
+    with pytest.raises(OSError, match="Input/output error"):
+        log.erase([10])
+    assert not log.erased([8]) and not log.erased([10])
+    monkeypatch.setattr(files, "remove", removed)
+
+    while not (log.erased([8]) and log.erased([10])):
+        log.erase_some()
+    assert not any(b"gone" in data or b"another" in data for data in files.files(FOLDER).values())
+    assert log.read([(RecordKind.TURN, 9)]) == [kept]
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_an_unreadable_sector_costs_what_it_holds(monkeypatch: pytest.MonkeyPatch, all_of_it: bool) -> None:
+    files = CrashFiles()
+    log = opened(files)
+    for key in (1, 2, 3):
+        put(log, RecordKind.TURN, key, b"%d" % key * 9000)
+    log.close()
+    read = CrashFile.read
+
+    def broken(self: CrashFile, offset: int, size: int) -> bytes:
+        if all_of_it or offset < 20_000 < offset + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, offset, size)
+
+    monkeypatch.setattr(CrashFile, "read", broken)
+    if all_of_it:  # the disk is away, maybe for a moment: nothing counts as damaged
+        with pytest.raises(OSError, match="Input/output error"):
+            TokenLog.open(files, FOLDER, SeededRng())
+        monkeypatch.undo()
+        assert [record.key for record in opened(files).recovered] == [1, 2, 3]
+        return
+    log = opened(files)
+    assert [record.key for record in log.recovered] == [1, 3] and log.damaged > 9000
+    monkeypatch.undo()
+    log.erase([1])
+    assert [record.key for record in log.read([(RecordKind.TURN, 3)]) if record is not None] == [3]
+
+
 def test_a_damaged_record_is_read_as_nothing() -> None:
     files = CrashFiles()
     log = opened(files)

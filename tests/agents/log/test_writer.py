@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log import writer_thread as writer_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.token_log import TokenLog
@@ -157,6 +159,36 @@ async def test_an_erasure_returns_when_the_bytes_are_gone() -> None:
     assert not any(b"a secret" in data for data in files.files(FOLDER).values())
     await writer.close()
     assert texts(files) == ["said at once"]
+
+
+async def test_turns_end_while_an_erasure_rewrites_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 1 << 10)
+    files = CrashFiles()
+    writer = start(files)
+    key = writer.key()
+    for _ in range(8):
+        await writer.sync(writer.record(RecordKind.TURN, Note("a secret " * 200), key))
+    loop, submitted, kinds, tasks = asyncio.get_running_loop(), threading.Event(), list[str](), list[Any]()
+
+    def submit() -> None:
+        tasks.append(asyncio.create_task(writer.sync(writer.record(RecordKind.TURN, Note("meanwhile")))))
+        loop.call_soon(submitted.set)
+
+    def changed(kind: str) -> None:
+        kinds.append(kind)
+        if kind == "remove" and not submitted.is_set():
+            loop.call_soon_threadsafe(submit)
+            submitted.wait(30)
+            kinds.append("submitted")
+
+    files.after_change = changed
+    await writer.erase([key])
+    await tasks[0]
+    after = kinds[kinds.index("submitted") :]
+    assert after.index("sync") < len(after) - 1 - after[::-1].index("remove") and after.count("remove") >= 7
+    assert not any(b"a secret" in data for data in files.files(FOLDER).values())
+    await writer.close()
+    assert texts(files) == ["meanwhile"]
 
 
 async def test_records_that_nobody_waits_for_are_synced_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ Names of files are numbers; nothing that a client chose is in them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ from cairn.system.interfaces import LOCK_FILE, File, FileSystem
 from cairn.types.errors import ConfigError
 
 LOG, NEW, DAMAGED = "log", "new", "damaged"
+PIECE = 4096
+"""Bytes that are read at once of a file that cannot be read as a whole: a sector of today's disks."""
+MOST_UNREADABLE = 64
+"""Most pieces of a segment that count as damage if they cannot be read."""
 
 
 class Folder:
@@ -90,9 +95,40 @@ class Folder:
         return self._files.open(self.name(number), "read")
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a segment."""
+        """Return the bytes of a segment, with zeros in place of a few unreadable sectors.
+
+        Raise OSError if it cannot be opened, or if more than `MOST_UNREADABLE` pieces cannot be read: then the disk is
+        at fault, maybe for a moment, and not this file.
+        """
         with contextlib.closing(self.open(number)) as file:
-            return file.read(0, file.size())
+            size = file.size()
+            try:
+                return file.read(0, size)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                return self._read_by_pieces(number, file, size)
+
+    def _read_by_pieces(self, number: int, file: File, size: int) -> bytes:
+        data, unreadable = bytearray(size), 0
+        for start in range(0, size, PIECE):
+            try:
+                data[start : start + PIECE] = file.read(start, min(PIECE, size - start))
+            except OSError:
+                unreadable += 1
+                if unreadable > min(MOST_UNREADABLE, size // PIECE):
+                    raise
+        log.warning("%s: %d pieces of %d bytes cannot be read", self.name(number), unreadable, PIECE)
+        return bytes(data)
+
+    def header(self, number: int) -> SegmentHeader | None:
+        """Return a segment's header; None if both copies are damaged."""
+        with contextlib.closing(self.open(number)) as file:
+            size = min(HEADER_BYTES, file.size())
+            try:
+                return decode_header(file.read(0, size))
+            except OSError:
+                return decode_header(self._read_by_pieces(number, file, size))
 
     def remove(self, number: int, ending: str = LOG) -> None:
         """Remove a file; durable after `sync`."""
@@ -141,8 +177,7 @@ def read_segments(folder: Folder) -> RecoveredLog:
 
     Raise ConfigError, and change nothing, for a newer format.
     """
-    read = [(number, folder.read(number)) for number in folder.numbers(LOG)]
-    headers = {number: decode_header(data) for number, data in read}
+    headers = {number: folder.header(number) for number in folder.numbers(LOG)}
     for number, header in headers.items():
         if header is not None and header.version > VERSION:
             raise ConfigError(
@@ -156,8 +191,8 @@ def read_segments(folder: Folder) -> RecoveredLog:
     records: dict[int, Record] = {}
     places: dict[int, tuple[int, int]] = {}
     lost = inside = 0
-    for number, data in reversed(read):  # of a duplicate record, the later copy is known to be durable
-        header = headers[number]
+    for number, header in reversed(headers.items()):  # of a duplicate, the later copy is known to be durable
+        data = folder.read(number)
         if header is None or header.number != number:
             log.warning("%s: no readable header; set aside", folder.name(number))
             lost += len(data)

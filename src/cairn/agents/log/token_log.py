@@ -139,6 +139,8 @@ class TokenLog:
         """Accepted records that may not be durable: they are lost if the segment fails."""
         self._erasing: set[int] = set()
         """Keys whose erasure is durable, but whose bytes may still be on the disk."""
+        self._next_erasing: set[int] = set()
+        """Such keys, of erasures that began while others were under way: they are next."""
         self._doubtful = False
         """Whether what was read at the start may not be durable."""
         self.recovered: list[Record] = []
@@ -327,19 +329,40 @@ class TokenLog:
 
         Raise OSError. Even then no later start reads these records, and their bytes go as soon as the disk works.
         """
+        self.begin_erasure(keys)
+        while self._erasing:
+            self.erase_some()
+
+    def begin_erasure(self, keys: Iterable[int]) -> None:
+        """Note durably that the records with these keys are to be erased; `erase_some` does it. Raise OSError."""
         wanted = sorted(set(keys))
         if not wanted:
             return
         self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)
-        self._erasing.update(wanted)
+        (self._next_erasing if self._erasing else self._erasing).update(wanted)
+
+    def erased(self, keys: Iterable[int]) -> bool:
+        """Return whether no byte of the records with these keys is left, after their erasure began."""
+        return self._erasing.isdisjoint(keys) and self._next_erasing.isdisjoint(keys)
+
+    def erase_some(self) -> bool:
+        """Rewrite one segment with erased records; return whether the erasures that were under way are done.
+
+        Raise OSError if there are only segments that cannot be rewritten now.
+        """
         try:
-            self._finish()
+            return self._rewrite_next()
         except OSError as error:
             self._note(error)
             raise
 
     def _finish(self) -> None:
         """Rewrite damaged segments and those with erased records."""
+        while not self._rewrite_next() or self._erasing:
+            pass
+
+    def _rewrite_next(self) -> bool:
+        """Rewrite the damaged segments, or the next with erased records; return whether there was none left."""
         segments = self._index.segments
         if self._erasing:
             clear(self._folder, self._index)
@@ -348,17 +371,28 @@ class TokenLog:
         # As one: a record of the second may supersede one of the first, and neither is known to be durable.
         if doubtful := [number for number, segment in sorted(segments.items()) if segment.dirty]:
             self._rewrite(doubtful, keep_all=False)
+        failure: OSError | None = None
         for number, segment in sorted(segments.items()):
-            if segment.holds(self._erasing):
+            if not segment.holds(self._erasing):
+                continue
+            try:
                 self._rewrite([number], keep_all=False)
+            except OSError as error:  # the others are erased first
+                failure = failure or error
+            else:
+                return False
+        if failure is not None:
+            raise failure
         self._doubtful = False
         if not self._erasing:
-            return
+            return True
         self._folder.sync()
         self._index.forget(self._erasing)
-        self._erasing.clear()
-        for segment in segments.values():
-            segment.drop_all(kind=RecordKind.ERASE)
+        self._erasing, self._next_erasing = self._next_erasing, set()
+        if not self._erasing:
+            for segment in segments.values():
+                segment.drop_all(kind=RecordKind.ERASE)
+        return True
 
     def compact(self) -> bool:
         """Do one step of compaction, if there is any; return whether there may be more. Raise OSError."""
@@ -366,7 +400,7 @@ class TokenLog:
             return False
         self.write((), sync=True)  # before the records that it supersedes are dropped
         if self._erasing:
-            self._finish()
+            self._rewrite_next()
         elif chosen := self._chosen():
             self._rewrite(chosen, keep_all=True)
         return True

@@ -50,6 +50,8 @@ class Writer:
         """Bytes of the records in `_jobs`."""
         self._closing = False
         self._lost: set[int] = set()
+        self._erasers: list[_Job] = []
+        """Jobs whose erasure is not done."""
         self._change = threading.Condition()
         self._over = asyncio.Event()
         """Set by the thread at its end.
@@ -173,19 +175,25 @@ class Writer:
                 if not self._jobs and not self._closing and not busy:
                     self._change.wait(FLUSH_SECONDS if self._log.unsynced else None)
                 jobs, self._jobs, self._waiting = list(self._jobs), deque(), 0
-                if not jobs and self._closing:
+                if not jobs and self._closing and not self._erasers:
                     break
             try:
-                busy = self._group(jobs) if jobs else self._tidy()
+                if jobs:
+                    busy = self._group(jobs)
+                if self._erasers:  # a segment at a time, between groups: other turns end meanwhile
+                    busy = self._erase_some()
+                elif not jobs:
+                    busy = self._tidy()
             except Exception as error:  # a bug; those who wait must not wait for ever
                 log.error("the token log failed: %s", trace(error))
-                self._tell(jobs, OSError(str(type(error).__name__)))
+                self._tell([*jobs, *self._erasers], OSError(str(type(error).__name__)))
+                self._erasers = []
                 busy = False
         with contextlib.suppress(OSError):
             self._log.close()
 
     def _group(self, jobs: list[_Job]) -> bool:
-        """Write all records of the jobs, sync once if anybody waits, then erase."""
+        """Write all records of the jobs, sync once if anybody waits, then note what is to be erased."""
         records = [record for job in jobs for record in job.records]
         waited = [job for job in jobs if job.done is not None]
         try:
@@ -195,14 +203,24 @@ class Writer:
             self._tell(waited, error)
             return False
         self._tell([job for job in waited if not job.keys], None)
-        keys = [key for job in waited for key in job.keys]
-        if keys:
-            failure = None
+        if erasers := [job for job in waited if job.keys]:
             try:
-                self._log.erase(keys)
+                self._log.begin_erasure(key for job in erasers for key in job.keys)
             except OSError as error:
-                failure = error
-            self._tell([job for job in waited if job.keys], failure)
+                self._tell(erasers, error)
+            else:
+                self._erasers += erasers
+        return True
+
+    def _erase_some(self) -> bool:
+        """Rewrite one segment without what is erased; report to the erasers that are done, or to all if none can be."""
+        try:
+            if self._log.erase_some():
+                self._tell([job for job in self._erasers if self._log.erased(job.keys)], None)
+                self._erasers = [job for job in self._erasers if not self._log.erased(job.keys)]
+        except OSError as error:
+            self._tell(self._erasers, error)
+            self._erasers = []
         return True
 
     def _tidy(self) -> bool:
