@@ -315,10 +315,13 @@ class DocumentStore:
     ) -> StoredDocument:
         """Store a document with its chunks and their vectors, made by `model` (name, identity, width).
 
-        Raise Conflict if its id is taken, a limit is reached, or the collection has vectors of another model.
+        Raise Conflict if its id is taken, a limit is reached, the collection has vectors of another model, or an
+        attached file was cancelled or removed meanwhile: document and state are stored together or not at all.
         """
         with self._change() as db:
             self._check_room(db, collection, len(pieces), model)
+            if new.attached and not db.execute(_COMPLETE, (collection.key, new.id)).rowcount:
+                raise Conflict(f"file {new.id} was cancelled or removed meanwhile", field=new.field)
             db.execute("UPDATE collections SET model=?, identity=?, width=? WHERE key=?", (*model, collection.key))
             try:
                 key = db.execute(
@@ -504,6 +507,7 @@ def _index_words(db: sqlite3.Connection, key: int) -> None:
     )
 
 
+_COMPLETE = "UPDATE attachments SET state='completed' WHERE collection=? AND file=? AND state='in_progress'"
 _DOCUMENTS = (
     "SELECT key, id, name, kind, created, size, metadata, "
     "(SELECT count(*) FROM chunks WHERE document=documents.key) FROM documents WHERE collection=?"
