@@ -201,6 +201,38 @@ def test_a_file_of_the_form_before_knows_what_its_documents_take(tmp_path: Path)
     store.close()
 
 
+def test_a_file_with_one_index_for_all_gets_one_for_each_collection(tmp_path: Path) -> None:
+    path = tmp_path / "collections.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript("".join(document_store.MIGRATIONS[:4]) + "PRAGMA user_version=4;")
+        for key, word in ((1, "granite"), (2, "basalt")):
+            db.execute(f"INSERT INTO collections VALUES ({key},'me','c{key}',1,1000,100,'m',x'',3,'{{}}','')")
+            db.execute(f"INSERT INTO documents VALUES ({key},{key},'a','a.txt','txt',1,9,'{{}}',0)")
+            db.execute(f"INSERT INTO chunks VALUES ({key},{key},{key},0,'','{word}',zeroblob(12))")
+            db.execute(f"INSERT INTO words (rowid, heading, text) VALUES ({key},'','{word}')")
+    db.close()
+    store = DocumentStore(path, lambda: 1000.0)
+    one, two = store.collection("me", "c1"), store.collection("me", "c2")
+    with store.database.read() as db:
+        assert store._by_words(db, one, "granite basalt") == [1] and store._by_words(db, two, "granite") == []
+    store.remove(one, "a")
+    store.delete("me", "c2")
+    store.close()
+    assert b"granite" not in path.read_bytes() and b"basalt" not in path.read_bytes()
+
+
+def test_ranks_do_not_depend_on_words_of_other_collections(shelf: Shelf) -> None:
+    """Of two words the one that fewer of the collection's chunks have counts more, whatever others have."""
+    one, other = shelf.store.create("me", "c", 1000, 100, {}), shelf.store.create("you", "c", 1000, 100, {})
+    for id, text in (("a", "rare"), ("b", "usual"), ("c", "usual")):
+        shelf.add(one, id, text)
+    for number in range(50):
+        shelf.add(other, f"d{number}", "rare")
+    with shelf.store.database.read() as db:
+        assert len(found := shelf.store._by_words(db, one, "usual rare")) == 3
+        assert shelf.store._chunk(db, found[0]).text == "rare"
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_erased_is_given_back_to_the_disk(tmp_path: Path, early: bool) -> None:
     """A file of an older format cannot free single pages, so it is rewritten once half of it is free."""

@@ -99,6 +99,8 @@ class NewDocument(NamedTuple):
     """Name of the content's field in error messages."""
     sizes: tuple[int, int] | None = None
     """Chunk size and overlap in characters; None for the collection's."""
+    attached: bool = False
+    """Whether it is an attached file, whose attachment is completed with it."""
 
 
 class DocumentChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Collections in one SQLite file: documents, chunks, a full-text index, and vectors.
 
-Erased data is overwritten (`secure_delete`) and the full-text index rebuilt without it. A search compares the question
-with every vector of the collection; there is no approximate index. Thread-safe.
+Erased data is overwritten (`secure_delete`) and the full-text index rebuilt without it. Each collection has an index of
+its own: rebuilding one costs the others nothing, and their words change no ranks. A search compares the question with
+every vector of the collection; there is no approximate index. Thread-safe.
 """
 
 from __future__ import annotations
@@ -173,6 +174,9 @@ ALTER TABLE documents ADD COLUMN kept INTEGER NOT NULL DEFAULT 0;
 UPDATE documents SET kept = length(CAST(name AS BLOB)) + length(metadata) + coalesce((SELECT
   sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)) FROM chunks WHERE document = documents.key), 0);
 """,
+    """
+DROP TABLE words;
+""",
 )
 """The schema's history, as `Database` applies it."""
 
@@ -201,6 +205,13 @@ class DocumentStore:
         self._change, self._read = self.database.change, self.database.read
         self._matrices: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = OrderedDict()
         """Keys and vectors of a collection's chunks, by its key; the most recently used last."""
+        with self._read() as db:
+            keys = [key for (key,) in db.execute("SELECT key FROM collections").fetchall()]
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall()}
+        for key in keys:
+            if _words(key) not in tables:  # written before each collection had an index of its own
+                with self._change() as db:
+                    _index_words(db, key)
 
     def close(self) -> None:
         """Close the file."""
@@ -226,6 +237,7 @@ class DocumentStore:
                 )
             except sqlite3.IntegrityError:
                 raise Conflict(f"there is a collection {id} already", field="id") from None
+            _index_words(db, key)
             return self._collection(db, tenant, id)
 
     def bytes_of(self, tenant: str) -> int:
@@ -283,7 +295,8 @@ class DocumentStore:
         """Erase a collection with its documents and vectors."""
         with self._change() as db:
             found = self._collection(db, tenant, id)
-            self._erase_chunks(db, "collection", found.key)
+            db.execute(f"DROP TABLE {_words(found.key)}")
+            db.execute("DELETE FROM chunks WHERE collection=?", (found.key,))
             db.execute("DELETE FROM documents WHERE collection=?", (found.key,))
             db.execute("DELETE FROM attachments WHERE collection=?", (found.key,))
             db.execute("DELETE FROM collections WHERE key=?", (found.key,))
@@ -302,10 +315,13 @@ class DocumentStore:
     ) -> StoredDocument:
         """Store a document with its chunks and their vectors, made by `model` (name, identity, width).
 
-        Raise Conflict if its id is taken, a limit is reached, or the collection has vectors of another model.
+        Raise Conflict if its id is taken, a limit is reached, the collection has vectors of another model, or an
+        attached file was cancelled or removed meanwhile: document and state are stored together or not at all.
         """
         with self._change() as db:
             self._check_room(db, collection, len(pieces), model)
+            if new.attached and not db.execute(_COMPLETE, (collection.key, new.id)).rowcount:
+                raise Conflict(f"file {new.id} was cancelled or removed meanwhile", field=new.field)
             db.execute("UPDATE collections SET model=?, identity=?, width=? WHERE key=?", (*model, collection.key))
             try:
                 key = db.execute(
@@ -318,12 +334,15 @@ class DocumentStore:
                 ).lastrowid
             except sqlite3.IntegrityError:
                 raise Conflict(f"there is a document {new.id} already", field="id") from None
+            words = _words(collection.key)
             for number, (piece, vector) in enumerate(zip(pieces, made, strict=True)):
                 row = db.execute(
                     "INSERT INTO chunks (collection, document, number, heading, text, vector) VALUES (?,?,?,?,?,?)",
                     (collection.key, key, number, piece.heading, piece.text, vector.astype("<f4").tobytes()),
                 ).lastrowid
-                db.execute("INSERT INTO words (rowid, heading, text) VALUES (?,?,?)", (row, piece.heading, piece.text))
+                db.execute(
+                    f"INSERT INTO {words} (rowid, heading, text) VALUES (?,?,?)", (row, piece.heading, piece.text)
+                )
             self._matrices.pop(collection.key, None)
             return self._document(db, collection, new.id)
 
@@ -382,16 +401,14 @@ class DocumentStore:
         """Erase a document with its chunks."""
         with self._change() as db:
             found = self._document(db, collection, id)
-            self._erase_chunks(db, "document", found.key)
+            words = _words(collection.key)
+            db.execute(f"DELETE FROM {words} WHERE rowid IN (SELECT key FROM chunks WHERE document=?)", (found.key,))
+            db.execute(f"INSERT INTO {words} ({words}) VALUES ('optimize')")  # the erased words stay in it until then
+            db.execute("DELETE FROM chunks WHERE document=?", (found.key,))
             db.execute("DELETE FROM documents WHERE key=?", (found.key,))
             db.execute("DELETE FROM attachments WHERE collection=? AND file=?", (collection.key, id))
             self._matrices.pop(collection.key, None)
         self.database.shrink()
-
-    def _erase_chunks(self, db: sqlite3.Connection, of: str, key: int) -> None:
-        db.execute(f"DELETE FROM words WHERE rowid IN (SELECT key FROM chunks WHERE {of}=?)", (key,))
-        db.execute(f"DELETE FROM chunks WHERE {of}=?", (key,))
-        db.execute("INSERT INTO words (words) VALUES ('optimize')")  # until then the erased words stay in the index
 
     # ------------------------------------------------------------------------------------------------------- search
 
@@ -458,10 +475,10 @@ class DocumentStore:
         if not words:
             return []
         query = " OR ".join(f'"{word}"' for word in words)
+        table = _words(collection.key)
         rows = db.execute(
-            "SELECT words.rowid FROM words JOIN chunks ON chunks.key = words.rowid "
-            "WHERE words MATCH ? AND chunks.collection = ? ORDER BY bm25(words), words.rowid LIMIT ?",
-            (query, collection.key, CANDIDATES),
+            f"SELECT rowid FROM {table} WHERE {table} MATCH ? ORDER BY bm25({table}), rowid LIMIT ?",
+            (query, CANDIDATES),
         )
         return [key for (key,) in rows.fetchall()]
 
@@ -476,6 +493,21 @@ class DocumentStore:
         return DocumentChunk(**given, metadata=_attributes(row[6]))
 
 
+def _words(key: int) -> str:
+    """Return the name of a collection's full-text index."""
+    return f"words_{key}"
+
+
+def _index_words(db: sqlite3.Connection, key: int) -> None:
+    """Make a collection's full-text index of the chunks that it has."""
+    db.execute(f"CREATE VIRTUAL TABLE {_words(key)} USING fts5(heading, text)")
+    db.execute(
+        f"INSERT INTO {_words(key)} (rowid, heading, text) SELECT key, heading, text FROM chunks WHERE collection=?",
+        (key,),
+    )
+
+
+_COMPLETE = "UPDATE attachments SET state='completed' WHERE collection=? AND file=? AND state='in_progress'"
 _DOCUMENTS = (
     "SELECT key, id, name, kind, created, size, metadata, "
     "(SELECT count(*) FROM chunks WHERE document=documents.key) FROM documents WHERE collection=?"

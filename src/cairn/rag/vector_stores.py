@@ -71,7 +71,15 @@ class VectorStores:
                     copy.seek(0)
                     sizes = (one.chunk, one.overlap) if one.chunk else None
                     new = NewDocument(
-                        file.id, file.name, kind_of(file.name), copy, file.size, one.attributes, FIELD, sizes
+                        file.id,
+                        file.name,
+                        kind_of(file.name),
+                        copy,
+                        file.size,
+                        one.attributes,
+                        FIELD,
+                        sizes,
+                        attached=True,
                     )
                     async with embedders() as embedder:
                         await self._collections.add(tenant, collection.id, embedder, new, self._room)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -17,13 +18,14 @@ from cairn.api.http import quotas
 from cairn.config.values import Secret, TenantKeys, TenantLimits
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
+from cairn.rag.chunking import Piece
 from cairn.rag.definition import NewDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.file_store import FileStore, StoredFile
 from cairn.rag.filters import filter_of
 from cairn.system.deadline import DEADLINE
 from cairn.system.spans import PRESENT
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import Conflict, InvalidRequest
 from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.rag.document_files import pdf
@@ -316,6 +318,34 @@ def test_unfinished_files_are_reported_after_a_restart(tmp_path: Path) -> None:
     store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     result = Attachments(store.database, lambda: 1.0).get(store.collection("me", "c"), "f")
     assert (result.state, result.code) == ("failed", "server_error") and "the server ended" in result.why
+    store.close()
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "removed", "killed"])
+def test_a_file_and_its_state_are_stored_together(tmp_path: Path, ending: str) -> None:
+    """Whatever ends an attachment before its document is stored keeps the document out; it can be attached again."""
+    store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
+    attachments, one = Attachments(store.database, lambda: 1.0), store.create("me", "c", 1000, 100, {})
+    document, vectors = NewDocument("f", "f.txt", "txt", "", 5, {}, attached=True), [np.ones(3, np.float32)]
+
+    def put() -> None:
+        store.add(one, document, [Piece("", "zebra")], vectors, ("m", b"", 3))
+
+    attachments.begin(one, [vector_stores.WantedFile("f")], "")
+    if ending == "cancelled":
+        attachments.end(one, "f", "cancelled")
+    elif ending == "removed":
+        attachments.remove(one, "f")
+    else:
+        attachments = Attachments(store.database, lambda: 1.0)
+    with pytest.raises(Conflict, match="cancelled or removed"):
+        put()
+    assert store.documents(one) == []
+    attachments.begin(one, [vector_stores.WantedFile("f")], "")
+    put()
+    assert attachments.get(one, "f").state == "completed" and len(store.documents(one)) == 1
+    attachments.end(one, "f", "cancelled")
+    assert attachments.get(one, "f").state == "completed"
     store.close()
 
 
