@@ -9,6 +9,14 @@ const LONGEST = 60000; // characters of a block that are shown unasked
 const DEEPEST = 8;
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 
+/** Return a heading's text without the signs that close it. A pattern would look at each blank for all that follow it. */
+function withoutClosing(heading) {
+  const text = heading.trimEnd();
+  let end = text.length;
+  while (text[end - 1] === "#") end--;
+  return end === 0 || /\s/.test(text[end - 1]) ? text.slice(0, end).trimEnd() : text;
+}
+
 /** Return a text's blocks, {kind, text, ...}, each with the offset `start`. */
 export function blocks(text) {
   const found = [];
@@ -48,7 +56,7 @@ export function blocks(text) {
     }
     const heading = /^ {0,3}(#{1,6})\s+(.*)$/.exec(here);
     if (heading) {
-      found.push({ kind: "heading", start, level: heading[1].length, text: heading[2].replace(/\s+#+\s*$/, "") });
+      found.push({ kind: "heading", start, level: heading[1].length, text: withoutClosing(heading[2]) });
       next();
       continue;
     }

@@ -384,6 +384,18 @@ async def test_tapes_keep_to_their_memory() -> None:
     assert many.size <= limit and 10 < len(many._logs) < 200
 
 
+async def test_a_tenant_with_many_logs_pushes_out_its_own_alone() -> None:
+    logs = EventLogs(60.0, 8 * PAGE)
+    own = cast(HTTPCall, SimpleNamespace(number=1, salt=b"another"))
+    logs.start(own, noise(1, 1), lambda: None, 1.0)
+    for number in range(2, 200):
+        logs.start(cast(HTTPCall, Line(number)), noise(1, number), lambda: None, 1.0)
+        while logs._tasks:
+            await asyncio.sleep(0)
+    assert logs.state(1, b"another") == "finished"
+    assert len(logs._logs) < 150 and logs.size == sum(logs._sizes.values())
+
+
 async def test_a_tape_that_lost_its_beginning_says_so() -> None:
     service = ScriptedService(lambda request: [*(Delta(text="x" * 60) for _ in range(900)), 60.0, done()])
     async with site(service, Config(reconnect_grace=5.0)) as at:

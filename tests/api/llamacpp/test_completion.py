@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cairn.api.llamacpp import completion
 from cairn.config.config import Config
 from cairn.models.families.end_tokens import Middle
 from cairn.types.errors import GenerationFailed
@@ -123,6 +126,25 @@ async def test_prompts_of_texts_and_tokens() -> None:
         for prompt in ([], [[]], 3, [True], {"multimodal_data": ["x"], "prompt_string": "a"}, [1.5], [[1], 2], None):
             refused = await post(at, "/completion", prompt=prompt)
             assert refused.status_code == 400 and "prompt" in refused.json()["error"]["message"], prompt
+
+
+async def test_long_prompts_are_spelt_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = service()
+    threads, spell = list[int](), scripted.tokenizer.spell
+
+    def noted(ids: Sequence[int]) -> str:
+        threads.append(threading.get_ident())
+        return spell(ids)
+
+    monkeypatch.setattr(scripted.tokenizer, "spell", noted)
+    monkeypatch.setattr(completion, "INLINE", 6)
+    async with site(scripted) as at:
+        answers = (await post(at, "/completion", prompt=["hello", "you"], n_predict=3)).json()
+        assert threads and threading.get_ident() not in threads
+        assert [one["prompt"] for one in answers] == ["hello", "you"]
+        threads.clear()
+        await post(at, "/completion", prompt="hello", n_predict=3)
+        assert threads == [threading.get_ident()]
 
 
 async def test_probabilities_fields_and_biases() -> None:

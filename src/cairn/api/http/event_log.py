@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -269,6 +269,8 @@ class EventLogs:
         self._tasks: set[asyncio.Task[None]] = set()
         self.size = 0
         """How many bytes of memory it takes."""
+        self._sizes = Counter[bytes]()
+        """The bytes of each tenant, by its salt."""
 
     def start(
         self,
@@ -287,7 +289,7 @@ class EventLogs:
         log = EventLog(call.number, call.salt, cancel, error)
         log.unattended = unattended
         self._logs[call.number] = log
-        self.size += log.size
+        self._resized(log, 0)
         follower = self._follower(log, heartbeat)
         task = asyncio.create_task(self._record(log, events))
         self._tasks.add(task)
@@ -364,7 +366,7 @@ class EventLogs:
             before = log.size
             log.end()
             if log.number in self._logs:
-                self.size += log.size - before
+                self._resized(log, before)
             if not log.begun:
                 self._forget(log)
             elif log.number in self._logs:
@@ -375,20 +377,40 @@ class EventLogs:
         before = log.size
         log.add(data)
         if log.number in self._logs:
-            self.size += log.size - before
-        while self.size > self._limit:
-            if self._ended:
-                self._forget(next(iter(self._ended.values())))
-                continue
-            largest = max(self._logs.values(), key=lambda one: one.size)
-            before = largest.size
-            if not largest.shorten():
-                break
-            self.size += largest.size - before
+            self._resized(log, before)
+        while self.size > self._limit and self._make_room():
+            pass
+
+    def _make_room(self) -> bool:
+        """Forget the oldest ended log of the tenant that takes most, or else drop the oldest page of its largest one.
+
+        Return False if neither is there.
+        """
+        salt = max(self._sizes, key=self._sizes.__getitem__)
+        if (ended := next((log for log in self._ended.values() if log.salt == salt), None)) is not None:
+            self._forget(ended)
+            return True
+        largest = max((log for log in self._logs.values() if log.salt == salt), key=lambda one: one.size)
+        before = largest.size
+        if largest.shorten():
+            self._resized(largest, before)
+        elif self._ended:
+            self._forget(next(iter(self._ended.values())))
+        else:
+            return False
+        return True
+
+    def _resized(self, log: EventLog, before: int) -> None:
+        """Count the bytes by which a log has changed."""
+        self.size += log.size - before
+        self._sizes[log.salt] += log.size - before
 
     def _forget(self, log: EventLog) -> None:
         if self._logs.pop(log.number, None) is not None:
             self.size -= log.size
+            self._sizes[log.salt] -= log.size
+            if not self._sizes[log.salt]:
+                del self._sizes[log.salt]
         self._ended.pop(log.number, None)
         if log.timer is not None:
             log.timer.cancel()

@@ -91,6 +91,12 @@ class Llama:
 
     async def _run(self, call: HTTPCall, service: Service, body: LlamaBody, prompts: Sequence[Sequence[int]]) -> None:
         options = body.options(logprobs=bool(body.n_probs), top_logprobs=body.n_probs or None)
+
+        def spelled() -> list[str]:
+            return [service.tokenizer.spell(prompt) for prompt in prompts]
+
+        inline = sum(map(len, prompts)) <= INLINE
+        texts = spelled() if inline else await service.chat.long.run(call.share, spelled)
         exchange = await text_exchange(
             call,
             service,
@@ -99,7 +105,7 @@ class Llama:
             body,
             prompts,
             options,
-            lambda choices: LlamaAnswer(service, choices, body),
+            lambda choices: LlamaAnswer(service, choices, body, texts),
             NAMES,
             allow_empty=True,
         )
@@ -133,8 +139,12 @@ class Llama:
 class LlamaAnswer:
     """Formats completions. A stream ends with the object of a whole answer, without the text."""
 
-    def __init__(self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody) -> None:
+    def __init__(
+        self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody, prompts: Sequence[str]
+    ) -> None:
+        """Format the choices of each of the `prompts`, which are spelled as texts."""
         self._service = service
+        self._prompts = prompts
         self._choices = choices
         self._body = body
         self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
@@ -208,7 +218,7 @@ class LlamaAnswer:
             "tokens_predicted": len(choice.tokens),
             "tokens_evaluated": len(prompt),
             "generation_settings": self._settings(choice),
-            "prompt": service.tokenizer.spell(prompt),
+            "prompt": self._prompts[index * len(self._prompts) // len(self._choices)],
             "has_new_line": "\n" in choice.said.text,
             "truncated": kind == "limit" and len(prompt) + len(choice.tokens) >= service.info.context,
             "stop_type": kind,

@@ -36,7 +36,7 @@ from cairn.api.ollama.schemas import (
     warn_of_context,
 )
 from cairn.api.openai.chat import check_suffix, encode_text
-from cairn.api.openai.embeddings import Embeddings, floats
+from cairn.api.openai.embeddings import Embeddings, floats, written
 from cairn.frontend.embeddings import check_embeds
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import arguments_of
@@ -311,7 +311,7 @@ class OllamaEmbeddings:
         await call.json(
             {
                 "model": service.name,
-                "embeddings": [floats(one) for one in made],
+                "embeddings": await written(made, lambda at, one: floats(one)),
                 "total_duration": load + time.monotonic_ns() - began,
                 "load_duration": load,
                 "prompt_eval_count": tokens,

@@ -6,16 +6,19 @@ of /rerank, recognised by its field `texts`; Cohere's and Jina's /rerank; vLLM's
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import msgspec
 
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
 from cairn.api.chat.state import ServerState
 from cairn.api.http.body import Body, Count, Prompt, Several, Stop, read_json
-from cairn.api.http.call import Disconnected, HTTPCall, Watch
+from cairn.api.http.call import Disconnected, HTTPCall, Watch, encode
 from cairn.api.http.routes import Route
 from cairn.frontend.embeddings import (
     AT_ONCE,
@@ -34,6 +37,10 @@ from cairn.types.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from cairn.frontend.embeddings import Vector
+
+
+INLINE_NUMBERS = 1 << 14
+"""Numbers of vectors that are written on the event loop; that takes a millisecond or two."""
 
 
 class EmbeddingBody(Body):
@@ -190,7 +197,7 @@ class Embeddings:
         _check_ids(call, body, texts)
         made, tokens = await self.made(call, service, texts, asking, body.dimensions, body.normalize)
         shown = _base64 if body.encoding_format == "base64" else floats
-        data = [{"object": "embedding", "index": at, "embedding": shown(one)} for at, one in enumerate(made)]
+        data = await written(made, lambda at, one: {"object": "embedding", "index": at, "embedding": shown(one)})
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
 
@@ -200,7 +207,7 @@ class Embeddings:
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
         made, _ = await self.made(call, service, body.inputs, asking, body.dimensions, body.normalize)
-        await call.json([floats(one) for one in made])
+        await call.json(await written(made, lambda at, one: floats(one)))
 
     async def embedding(self, call: HTTPCall, service: Service) -> None:
         """Return vectors of texts in llama-server's form. Each is an object with one vector in a list."""
@@ -214,7 +221,7 @@ class Embeddings:
         asking = self.asking(call, None, "input")
         texts = texts_of(body.input, "input")
         made, _ = await self.made(call, service, texts, asking, None, body.embd_normalize != -1)
-        await call.json([{"index": at, "embedding": [floats(one)]} for at, one in enumerate(made)])
+        await call.json(await written(made, lambda at, one: {"index": at, "embedding": [floats(one)]}))
 
     async def rerank(self, call: HTTPCall, service: Service) -> None:
         """Sort texts by how well they fit a query, the best first."""
@@ -365,6 +372,18 @@ def _check_many(texts: Sequence[str], name: str) -> None:
     for at, text in enumerate(texts):
         if not text:
             raise InvalidRequest(f"{name}[{at}] is empty", field=name)
+
+
+async def written(vectors: Sequence[Vector], entry: Callable[[int, Vector], Any]) -> msgspec.Raw:
+    """Return a JSON list with the entry of each vector, given its place and the vector.
+
+    Many numbers are written in a thread, vector by vector: one long call would hold the event loop up there, too.
+    """
+
+    def write() -> msgspec.Raw:
+        return msgspec.Raw(b"[" + b",".join(encode(entry(at, one)) for at, one in enumerate(vectors)) + b"]")
+
+    return write() if sum(map(len, vectors)) <= INLINE_NUMBERS else await asyncio.to_thread(write)
 
 
 def floats(vector: Vector) -> list[float]:
