@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from cairn.cluster.router.replicas import Replicas
+
+log = logging.getLogger(__name__)
 
 _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
@@ -286,7 +289,12 @@ class _Servers:
         import asyncio
 
         while True:
-            process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            try:
+                process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            except OSError as error:  # the machine has no memory or processes left: that passes
+                log.error("a server cannot be started, and is tried again: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
             self._running[number] = process
             try:
                 code = await process.wait()
