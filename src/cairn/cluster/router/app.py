@@ -103,18 +103,17 @@ class RouterApp:
 
     async def _list(self, scope: Message, path: str, send: Send) -> None:
         """Answer with a list over all replicas."""
-        up = [one for one in self.replicas.all if one.up]
         try:
-            if not up:
-                raise UpstreamLost("no server is up; ask again shortly", sent=False)
-            found = await merged_list(up, path, scope["query_string"], scope["headers"])
+            found = await merged_list(self.replicas.all, path, scope["query_string"], scope["headers"])
         except ListRefused as error:
             await respond(send, error.answer.status, error.answer.body)
         except UpstreamLost as error:
             self.counts.refused += 1
             await fail(send, 503, "unavailable", str(error), b"2")
         else:
-            await respond(send, 200, msgspec.json.encode(found))
+            if found.missing:
+                send = with_headers(send, [(b"x-cairn-warning", found.warning.encode())])
+            await respond(send, 200, msgspec.json.encode(found.page))
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
