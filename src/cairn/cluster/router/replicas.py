@@ -377,7 +377,7 @@ class Replicas:
         missing = known.total - has.pool - loaded
         # What it reported is up to a second old: without a request in hand there, those that waited then are over.
         reported = one.reported_at + one.queue - now if one.busy else 0.0
-        queue = max(0.0, reported, one.computing - now)
+        queue = min(max(0.0, reported, one.computing - now), MOST_QUEUE)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:
