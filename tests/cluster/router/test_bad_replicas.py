@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -27,26 +27,44 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 @contextlib.asynccontextmanager
-async def saying(role: bytes) -> AsyncIterator[str]:
-    """Serve a replica that is ready and answers anything else with these bytes; yield its URL."""
-    writers = set()
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """Serve connections with a handler, which is cancelled at the end; yield the URL."""
+    running: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.add(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                line = (await reader.readuntil(b"\r\n\r\n")).split()[1]
-                data = b"{}" if line == b"/health/ready" else role
-                writer.write(head(200, "application/json", len(data)) + data)
+        task = asyncio.current_task()
+        assert task is not None
+        running.add(task)
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+                await handler(reader, writer)
+        finally:
+            writer.transport.abort()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for writer in writers:
-            writer.transport.abort()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def saying(role: bytes) -> contextlib.AbstractAsyncContextManager[str]:
+    """Serve a replica that is ready and answers anything else with these bytes; yield its URL."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            line = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+            data = b"{}" if line == b"/health/ready" else role
+            writer.write(head(200, "application/json", len(data)) + data)
+
+    return serving(answer)
 
 
 @pytest.mark.parametrize(
@@ -150,17 +168,12 @@ async def test_following_does_not_wait_for_ever_for_the_head(monkeypatch: pytest
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         asked.set()
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
-        writer.close()
+        await reader.read()
 
-    server = await asyncio.start_server(hang, "127.0.0.1", 0)
-    known = Replicas([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], "kv")
-    try:
+    async with serving(hang) as url:
+        known = Replicas([url], "kv")
         await asyncio.wait_for(KvFollowers(known).follow(known.all[0]), 30)
         assert asked.is_set() and not known.all[0].held.follows
-    finally:
-        server.close()
 
 
 async def test_events_that_cannot_be_read_end_no_following(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,16 +182,11 @@ async def test_events_that_cannot_be_read_end_no_following(caplog: pytest.LogCap
     async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(head(200, "text/event-stream", len(event)) + event)
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
-        writer.close()
+        await reader.read()
 
-    server = await asyncio.start_server(tell, "127.0.0.1", 0)
-    known = Replicas([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], "kv")
-    followers = KvFollowers(known)
-    try:
+    async with serving(tell) as url:
+        known = Replicas([url], "kv")
+        followers = KvFollowers(known)
         for _ in range(2):
             await followers.follow(known.all[0])
         assert sum("cannot be read" in one.getMessage() for one in caplog.records) == 1
-    finally:
-        server.close()
