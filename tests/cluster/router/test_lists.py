@@ -104,7 +104,7 @@ async def test_files_are_listed_as_far_as_a_server_lists_them() -> None:
 
 
 async def test_replicas_that_fail_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "LIST_SECONDS", 0.2)
+    monkeypatch.setattr(lists, "PAGE_SECONDS", 0.2)
 
     async def overloaded(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
         await as_json(writer, {"error": {"code": "overloaded"}}, 503)

@@ -37,7 +37,7 @@ LISTS: Mapping[str, ListLimits] = {
     "/v1/files": ListLimits(10_000, 10_000),
 }
 """The lists, and the limits that servers have for each."""
-LIST_SECONDS = 10.0
+PAGE_SECONDS = 10.0
 """How long a replica may take for a page."""
 MOST_BYTES = 64 << 20
 """Longest page of one replica: 100 teams of long members have some MB."""
@@ -89,7 +89,7 @@ class MergedList(NamedTuple):
 async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAnswer:
     """Get one path of a replica. Raise UpstreamLost, also for one that fails (5xx) or takes too long."""
     try:
-        async with asyncio.timeout(LIST_SECONDS):
+        async with asyncio.timeout(PAGE_SECONDS):
             connection = await replica.pool.exchange(request_bytes("GET", target, replica.host, headers, b""))
             try:
                 body = bytearray()
@@ -100,7 +100,7 @@ async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAns
             finally:
                 replica.pool.give(connection)
     except TimeoutError:
-        raise UpstreamLost(f"it did not answer within {LIST_SECONDS:g} s", sent=True) from None
+        raise UpstreamLost(f"it did not answer within {PAGE_SECONDS:g} s", sent=True) from None
     if connection.status >= 500:
         raise UpstreamLost(f"it answered {connection.status}", sent=True)
     return ReplicaAnswer(connection.status, bytes(body))
