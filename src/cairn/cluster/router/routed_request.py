@@ -211,7 +211,7 @@ def last_part(id: str) -> bytes:
 def _first(messages: msgspec.Raw) -> list[msgspec.Raw]:
     """Return the first messages of a list, unparsed, or how a very long list begins; none if it is no list."""
     if len(data := memoryview(messages)) > MOST_COMMAS and bytes(data).count(b",") > MOST_COMMAS:
-        return [msgspec.Raw(bytes(data[:BEGINNING_BYTES]))] if data[:1] == b"[" else []
+        return [msgspec.Raw(bytes(data[:BEGINNING_BYTES]))] if bytes(data[:1]) == b"[" else []
     try:
         return _lists.decode(messages)[:BEGINNING]
     except (msgspec.MsgspecError, RecursionError, ValueError):
