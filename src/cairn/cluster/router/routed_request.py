@@ -66,8 +66,7 @@ _lists = msgspec.json.Decoder(list[msgspec.Raw])
 
 def _value(field: msgspec.Raw) -> Any:
     """Return the value of a field; None for one that is absent, or too long to be any use here."""
-    data = memoryview(field)
-    if not data or len(data) > SMALL:
+    if field is _EMPTY or len(data := memoryview(field)) > SMALL:
         return None
     try:
         return msgspec.json.decode(data)
@@ -88,7 +87,7 @@ class RoutedRequest:
     @cached_property
     def key(self) -> bytes:
         """What it names, with the tenant's key; empty for nothing."""
-        named = self._named() or self._beginning()
+        named = self._name or self._beginning()
         if not named:
             return b""
         digest = hashlib.blake2b(digest_size=16)
@@ -97,7 +96,9 @@ class RoutedRequest:
         digest.update(named)
         return digest.digest()
 
-    def _named(self) -> bytes:
+    @cached_property
+    def _name(self) -> bytes:
+        """The agent or session that it names; empty for none."""
         if (found := AGENT_PATH.match(self.path) or WORK_PATH.match(self.path)) is not None:
             return b"agent\0" + found[1].encode()
         for name in (AGENT_HEADER, *SESSION_HEADERS):
@@ -124,7 +125,7 @@ class RoutedRequest:
     @cached_property
     def named(self) -> bool:
         """Whether it names an agent or a session."""
-        return bool(self._named())
+        return bool(self._name)
 
     @cached_property
     def _text(self) -> TextPrefixes:
