@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cairn.api.http.auth import Access, preflight
 from cairn.api.http.body import check_origin
-from cairn.api.http.call import AUTHORITY, BodyBudget, HTTPCall
+from cairn.api.http.call import AUTHORITY, BodyBudget, HTTPCall, shown
 from cairn.cluster.router.calls import PLAIN, Admission, Message, Receive, Send
 from cairn.config.config import Config
 from cairn.types.errors import Forbidden
@@ -48,6 +48,8 @@ class RouterAccess:
         self._access.check_host(scope)
         try:
             check_origin(call)
-        except Forbidden as error:
-            return Admission(call.headers, foreign=str(error))
+        except Forbidden:
+            origin = shown((call.header(b"origin") or b"").decode("latin-1"))
+            why = f"pages of {origin} may not change this router's servers; allow them with --cors-origins"
+            return Admission(call.headers, foreign=why)
         return Admission(call.headers, vouched=True)
