@@ -88,7 +88,7 @@ async def test_a_check_that_fails_in_an_unforeseen_way_is_of_one_replica(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replicas, "CHECK_SECONDS", 0.01)
-    check, asked = Replicas.check, []
+    check, asked = Replicas._check, []
 
     async def failing(self: Replicas, replica: Replica) -> None:
         if replica is self.all[1]:
@@ -96,7 +96,7 @@ async def test_a_check_that_fails_in_an_unforeseen_way_is_of_one_replica(
             raise RuntimeError("nobody foresaw this")
         await check(self, replica)
 
-    monkeypatch.setattr(Replicas, "check", failing)
+    monkeypatch.setattr(Replicas, "_check", failing)
     async with routed() as (app, _), saying(b"{}") as one, saying(b"{}") as other:
         app.replicas.add(one), app.replicas.add(other)
         app.replicas.all[1].up = True

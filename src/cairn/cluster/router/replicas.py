@@ -238,14 +238,14 @@ class Replicas:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.gather(*(self._look_at(one) for one in tuple(self.all)))
+            await asyncio.gather(*(self.check(one) for one in tuple(self.all)))
             self._forget(time.monotonic())
             await asyncio.sleep(CHECK_SECONDS)
 
-    async def _look_at(self, replica: Replica) -> None:
-        """Check a replica. Whatever goes wrong concerns this one alone: the others are checked on."""
+    async def check(self, replica: Replica) -> None:
+        """Ask a replica whether it is ready. Whatever goes wrong concerns this one alone: others are checked on."""
         try:
-            await self.check(replica)
+            await self._check(replica)
         except Exception as error:
             if not replica.troubled:
                 log.error("%s cannot be checked: %s", replica.url, trace(error))
@@ -256,8 +256,7 @@ class Replicas:
         else:
             replica.troubled = False
 
-    async def check(self, replica: Replica) -> None:
-        """Ask a replica whether it is ready."""
+    async def _check(self, replica: Replica) -> None:
         connection = None
         try:
             async with asyncio.timeout(CHECK_TIMEOUT):
