@@ -118,7 +118,7 @@ async def test_replicas_that_fail_are_left_out_and_named(monkeypatch: pytest.Mon
             got = await ask(app, "GET", path)
             assert got.status == 200 and len(got.json()["data"]) == 1
             said = got.headers[b"x-cairn-warning"].decode()
-            for number, why in ((1, "answered 503"), (2, "did not answer within"), (3, "is down")):
+            for number, why in ((1, "answered 503"), (2, "did not answer /v1/agents"), (3, "is down")):
                 assert f"{app.replicas.all[number].url}: it {why}" in said
             assert app.replicas.all[0].url not in said
     async with routed(overloaded, overloaded) as (app, _):

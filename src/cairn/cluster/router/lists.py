@@ -100,7 +100,8 @@ async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAns
             finally:
                 replica.pool.give(connection)
     except TimeoutError:
-        raise UpstreamLost(f"it did not answer within {PAGE_SECONDS:g} s", sent=True) from None
+        path = target.partition(b"?")[0].decode("latin-1")[:100]
+        raise UpstreamLost(f"it did not answer {path} in {PAGE_SECONDS:g} s", sent=True) from None
     if connection.status >= 500:
         raise UpstreamLost(f"it answered {connection.status}", sent=True)
     return ReplicaAnswer(connection.status, bytes(body))
