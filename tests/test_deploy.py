@@ -91,7 +91,7 @@ def test_the_files_of_several_servers_name_options_and_commands_that_there_are()
     for service in services.values():
         assert {variable for variable in service["environment"] if variable != "<<"} <= VARIABLES
         assert service["command"][0] in commands()
-        assert {word for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
+        assert {word.partition("=")[0] for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
 
 
 def test_the_manifests_for_kubernetes_fit_together() -> None:
@@ -120,7 +120,9 @@ def test_the_manifests_for_kubernetes_fit_together() -> None:
     assert {name for name in config["data"] if name.startswith("CAIRN_")} <= VARIABLES
     names = [f"http://cairn-{at}.{servers['serviceName']}:8000" for at in range(servers["replicas"])]
     args = router["template"]["spec"]["containers"][0]["args"]
-    assert args == ["route", *(f"--replica={name}" for name in names)]
+    hosts = ["cairn", "cairn.$(NAMESPACE)", "cairn.$(NAMESPACE).svc", "cairn.$(NAMESPACE).svc.cluster.local"]
+    assert args == ["route", *(f"--allowed-hosts={one}" for one in hosts), *(f"--replica={name}" for name in names)]
+    assert ("Service", hosts[0]) in by
     for name, target in (("cairn-servers", labels[0]), ("cairn", labels[1])):
         service = by["Service", name]["spec"]
         assert service["selector"] == target and service["ports"][0]["targetPort"] == "http"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -16,14 +18,16 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
-from cairn.cli import app
+from cairn.cli import app, cluster
 from cairn.cluster.keys import parse_keys
+from cairn.config.config import Config
 from cairn.types.errors import ConfigError
 from tests.api.process import alive, free_port
 
@@ -53,6 +57,43 @@ def test_old_kv_is_pruned_and_agents_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["0", "new"]
     refused = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", "s3://bucket"])
     assert isinstance(refused.exception, ConfigError) and "folder" in str(refused.exception)
+
+
+async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    async def start(*command: str, **options: bool) -> SimpleNamespace:
+        tries.append(command)
+        if len(tries) < 3:
+            raise OSError(errno.EAGAIN, "no process is left")
+        return SimpleNamespace(wait=wait)
+
+    async def wait() -> int:
+        return ConfigError.exit_code
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", start)
+    monkeypatch.setattr(cluster, "AGAIN_SECONDS", 0.0)
+    over = asyncio.Event()
+    await cluster._Servers("demo", [["cairn"]])._keep(0, ["cairn"], over)
+    assert len(tries) == 3 and over.is_set()
+
+
+def test_the_router_and_its_servers_get_the_options_for_browsers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The router admits hosts and pages for all of them."""
+    served: list[tuple[Config, Callable[..., object]]] = []
+    monkeypatch.setattr(
+        "cairn.api.router_server.serve_router", lambda config, urls, run, *more, **how: served.append((config, run))
+    )
+    monkeypatch.setattr("cairn.cli.models.fetched", lambda model: None)
+    options = ["--allowed-hosts", "a.example", "--cors-origins", "https://b.example", "--cors-origins", "localhost"]
+    result = CliRunner().invoke(app, ["cluster", "up", "demo", "--folder", str(tmp_path), *options])
+    assert result.exception is None
+    ((config, run),) = served
+    assert config.allowed_hosts == ("a.example",) and config.cors_origins == ("https://b.example", "localhost")
+    for command in run.__self__._commands:  # type: ignore[attr-defined]
+        assert "--allowed-hosts=a.example" in command and "--cors-origins=localhost" in command
 
 
 def test_a_shared_store_without_a_key_file_is_refused() -> None:

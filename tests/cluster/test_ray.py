@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from cairn.cluster.ray_serve import Scaling, parsed
+from cairn.cluster import ray_serve
+from cairn.cluster.ray_serve import RayPlan, Scaling, parsed
 from cairn.types.errors import ConfigError
 from tests.api.process import Served
 from tests.cluster.machines import Cluster, events
@@ -47,6 +48,28 @@ def test_the_number_of_servers_follows_the_queue_within_bounds_and_not_at_once()
     assert scaling.wanted(3, 1.0, 50.0) == 3 and scaling.wanted(3, 0.0, 51.0) == 3
     assert scaling.wanted(3, 0.0, 171.0) == 2 and scaling.wanted(2, 0.0, 172.0) == 2
     assert scaling.wanted(2, 0.0, 291.0) == 1 and scaling.wanted(1, 0.0, 999.0) == 1
+
+
+def test_a_look_that_fails_does_not_end_the_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    looks = iter(range(6))
+
+    def deploy(plan: RayPlan, count: int) -> None:
+        asked.append(count)
+        if len(asked) == 2:
+            raise RuntimeError("Ray's head is away")
+
+    def pause(seconds: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    plan = RayPlan(router="http://127.0.0.1:1", options=("demo",))
+    monkeypatch.setattr(ray_serve, "deploy", deploy)
+    monkeypatch.setattr(ray_serve.time, "sleep", pause)
+    monkeypatch.setattr(ray_serve, "longest_queue", lambda plan: 9.0)
+    with pytest.raises(KeyboardInterrupt):
+        ray_serve.keep_scaled(plan, Scaling(most=2, up_after=0.0), 1)
+    assert asked == [1, 2, 2], "the second time it is asked again, and no further"
 
 
 def test_servers_under_ray_want_a_shared_store() -> None:

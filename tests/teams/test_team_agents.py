@@ -199,7 +199,7 @@ async def test_teams_are_a_tenants_own(folder: Path) -> None:
         await at.teams.create("default", some())
         with pytest.raises(NotFound):
             at.teams.get("other", "t")
-        assert await at.teams.ids("other") == []
+        assert await at.teams.created("other") == {}
         await at.teams.create("other", some())
 
 
@@ -209,7 +209,7 @@ async def test_an_agent_of_that_name_is_left_alone(folder: Path) -> None:
         with pytest.raises(Conflict):
             await at.teams.create("default", some())
         assert [agent.id for agent in at.at.agents.page("default").agents] == ["t.bob"]
-        assert await at.teams.ids("default") == []
+        assert await at.teams.created("default") == {}
 
 
 async def test_limits_are_named(folder: Path) -> None:

@@ -351,20 +351,20 @@ async def test_runs_of_all_servers_are_listed_at_each_for_their_tenant(benches: 
     await benches.benches["two"].runs.create("me", workflow_of(REPAIR), {"task": "x"}, id="s")
     await benches.benches["two"].runs.create("you", workflow_of(REPAIR), {"task": "x"}, id="t")
     third = benches.benches["three"]
-    assert sorted(await third.runs.ids("me")) == ["r", "s"] and await third.runs.ids("you") == ["t"]
+    assert sorted(await third.runs.created("me")) == ["r", "s"] and list(await third.runs.created("you")) == ["t"]
     await third.runs.refresh("me", ["r", "s"])
     assert third.runs.get("me", "s").state == "interrupted"
     await third.runs.delete("me", "s")
     for bench in benches.benches.values():
-        ids = await bench.runs.ids("me")
+        ids = list(await bench.runs.created("me"))
         await bench.runs.refresh("me", ids)
-        assert await bench.runs.ids("me") == ["r"]
+        assert list(await bench.runs.created("me")) == ["r"]
     (name,) = (name for name in benches.blobs.objects if name.startswith("run-ids/") and name not in before_of(benches))
     benches.blobs.objects[name] = b"something else"
     benches.share("two", 7, "two again")
-    assert await benches.benches["two"].runs.ids("you") == ["t"], "its own is listed all the same"
+    assert list(await benches.benches["two"].runs.created("you")) == ["t"], "its own is listed all the same"
     benches.lines["three"].cut = True
-    assert await third.runs.ids("me") == ["r"], "what it has itself"
+    assert list(await third.runs.created("me")) == ["r"], "what it has itself"
 
 
 def before_of(benches: Benches) -> set[str]:

@@ -194,8 +194,8 @@ class Journals:
         ]
         return sorted(journals, key=lambda journal: (-journal.record.created, journal.id))
 
-    async def ids(self, room: str, tenant: str) -> list[str]:
-        """Return the ids of a tenant's journals on all servers that share the store, most recently created first.
+    async def created(self, room: str, tenant: str) -> dict[str, float]:
+        """Return when a tenant's journals on all servers that share the store were made, by id, the newest first.
 
         Those of this server alone, if the store does not answer.
         """
@@ -203,7 +203,7 @@ class Journals:
         if self.shared is not None:
             with contextlib.suppress(Unavailable):
                 found = await self.shared.listed(room, tenant) | found
-        return sorted(found, key=lambda id: (-found[id], id))
+        return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
 
     async def refresh_listed(self, room: str, tenant: str, ids: Sequence[str]) -> None:
         """Update the server's own copies of listed journals, as far as the shared store answers."""

@@ -157,7 +157,7 @@ class App:
         if access.is_preflight(call):
             await call.respond(200, b"", preflight(call))
             return
-        access.check_host(call)
+        access.check_host(call.scope)
         call.path = canonical(call.path)
         methods = self.router.find(call.path)
         if methods is None or not self._is_here(call, methods):

@@ -11,6 +11,7 @@ import uvloop
 
 from cairn.api.http.auth import check_exposure, check_tls
 from cairn.api.http.listener import Listener
+from cairn.api.http.router_access import RouterAccess
 from cairn.api.lifetime import FLUSH_SECONDS, Signals, address
 from cairn.api.server import bind, raise_file_limit, return_freed_memory
 from cairn.cluster.router.app import RouterApp
@@ -47,7 +48,7 @@ def serve_router(
     known = Replicas(replicas, routing)
     with bind(config.host, config.port) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         admin_key = "" if config.admin_key is None else config.admin_key.reveal()
-        app = RouterApp(known, SystemRng(), admin_key, restart, apart)
+        app = RouterApp(known, SystemRng(), RouterAccess(config), admin_key, restart, apart)
         runner.run(_serve(config, sock, app, KvFollowers(known, admin_key), beside))
 
 

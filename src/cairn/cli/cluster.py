@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
     from cairn.cluster.router.replicas import Replicas
 
+log = logging.getLogger(__name__)
+
 _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
-    *("shutdown_grace", "max_connections", "max_body_mib"),
+    *("shutdown_grace", "max_connections", "max_body_mib", "allowed_hosts", "cors_origins"),
 )
 _CHOICES = {"routing": ROUTING, "apart": APART}
 _Routing = Annotated[str, typer.Option(metavar="|".join(ROUTING), help="How requests are shared out among servers.")]
@@ -80,6 +83,12 @@ def register(app: typer.Typer) -> None:
         ] = None,
         host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
         port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
+        allowed_hosts: Annotated[
+            list[str] | None, typer.Option(metavar="HOST", help="Host header to accept besides local ones; repeat.")
+        ] = None,
+        cors_origins: Annotated[
+            list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call; repeat for all.")
+        ] = None,
         prefill: Annotated[
             int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
         ] = 0,
@@ -97,7 +106,8 @@ def register(app: typer.Typer) -> None:
             raise ConfigError(f"prefill is {prefill} of {replicas} servers; leave at least one", field="prefill")
         how, when = _one_of("routing", routing), _one_of("apart", apart)
         fetched(model)
-        config = resolve({"host": host, "port": port}).config
+        web = {"allowed_hosts": allowed_hosts or None, "cors_origins": cors_origins or None}
+        config = resolve({"host": host, "port": port, **web}).config
         home = (folder or _home()).expanduser().absolute()
         keys = cluster_key_file or home / "cluster.key"
         if not keys.exists():
@@ -106,6 +116,7 @@ def register(app: typer.Typer) -> None:
         ports = [config.port + number for number in range(1, replicas + 1)]
         threads = max(1, (os.cpu_count() or 1) // replicas)
         shared = ["--shared-store", store, "--cluster-key-file", str(keys), "--threads", str(threads)]
+        shared += [f"--{name.replace('_', '-')}={one}" for name, given in web.items() for one in given or ()]
         commands = []
         for number, own in enumerate(ports, 1):
             mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
@@ -278,7 +289,12 @@ class _Servers:
         import asyncio
 
         while True:
-            process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            try:
+                process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            except OSError as error:  # the machine has no memory or processes left: that passes
+                log.error("a server cannot be started, and is tried again: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
             self._running[number] = process
             try:
                 code = await process.wait()

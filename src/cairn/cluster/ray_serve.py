@@ -7,6 +7,7 @@ clients talk to the router: no byte of a request goes through Ray. Before Ray en
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import shutil
@@ -180,7 +181,12 @@ def keep_scaled(plan: RayPlan, scaling: Scaling, replicas: int) -> None:
         wanted = scaling.wanted(count, longest_queue(plan), time.monotonic())
         if wanted != count:
             log.info("%d servers instead of %d", wanted, count)
-            deploy(plan, count := wanted)
+            try:
+                deploy(plan, wanted)
+            except Exception as error:  # Ray's head may be starting again; the number is reckoned anew in two seconds
+                log.warning("Ray does not change the number of servers now: %s", error)
+            else:
+                count = wanted
 
 
 def longest_queue(plan: RayPlan) -> float:
@@ -188,7 +194,7 @@ def longest_queue(plan: RayPlan) -> float:
     headers = {"X-Cairn-Admin-Key": plan.admin_key} if plan.admin_key else {}
     waits = [0.0]
     with (
-        contextlib.suppress(OSError, ValueError),
+        contextlib.suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException),
         urllib.request.urlopen(
             urllib.request.Request(f"{plan.router}/router/replicas", None, headers), timeout=10
         ) as got,

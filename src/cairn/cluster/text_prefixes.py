@@ -27,8 +27,10 @@ FINEST = 256
 """Bytes between two places in the first `FINE_BYTES` bytes; twice as many from there on, and from each doubling on."""
 FINE_BYTES = FINEST * 64
 DIGEST_BYTES = 8
-_CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
+_MARK_NAME = b'"cache_control"'
+_CACHE_MARKS = re.compile(_MARK_NAME + rb"\s*+:\s*+\{[^{}]*+\}")
 """Marks that clients of Anthropic move from one message to the next, and that are no text."""
+_SPACE = b" \t\n\r\f\v"
 TAIL_BYTES = 4096
 _CONTENT = re.compile(rb'[^][" \t\r\n]')
 _ENDS = b']" \t\r\n'
@@ -82,17 +84,14 @@ def text_prefixes(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Tex
 def prefixes_of(headers: Mapping[bytes, bytes], fields: PromptFields) -> TextPrefixes:
     """Return the digests of the text in a body's fields; none without a text."""
     text = bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input)
-    if b'"cache_control"' in text:
-        text = _CACHE_MARKS.sub(b"", text)
+    text = _without_marks(text)
     size = _size(text)
     if not size:
         return NO_PREFIXES
     # Of a long text every copy takes as long as half of its digests.
     parts = [bytes(one) for one in (fields.tools, fields.system, fields.instructions)]
     if any(parts):
-        head = b"\0".join([*parts, b""])
-        if b'"cache_control"' in head:
-            head = _CACHE_MARKS.sub(b"", head)
+        head = _without_marks(b"\0".join([*parts, b""]))
         text, size = head + text, len(head) + size
     seed = hashlib.sha256(b"\0".join([*(headers.get(name, b"") for name in KEY_HEADERS), bytes(fields.model)]))
     digest = hashlib.sha256(seed.digest())
@@ -103,6 +102,20 @@ def prefixes_of(headers: Mapping[bytes, bytes], fields: PromptFields) -> TextPre
         ends.append(end)
         at = end
     return TextPrefixes(tuple(digests), tuple(ends))
+
+
+def _without_marks(text: bytes) -> bytes:
+    """Return a text without its cache marks, each with the spaces and the comma before it.
+
+    Takes time linear in the text: a pattern that began with optional spaces would read a run of them once from each.
+    """
+    if _MARK_NAME not in text:
+        return text
+    parts, at = list[bytes](), 0
+    for mark in _CACHE_MARKS.finditer(text):
+        parts.append(text[at : mark.start()].rstrip(_SPACE).removesuffix(b","))
+        at = mark.end()
+    return b"".join([*parts, text[at:]])
 
 
 def _size(text: bytes) -> int:

@@ -83,7 +83,7 @@ class FileStore:
     def list(self, tenant: str) -> list[StoredFile]:
         """Return a tenant's files, the oldest first."""
         with self.database.read() as db:
-            ids = db.execute("SELECT id FROM files WHERE tenant=? ORDER BY key", (tenant,)).fetchall()
+            ids = db.execute("SELECT id FROM files WHERE tenant=? ORDER BY created, id DESC", (tenant,)).fetchall()
             return [self._file(db, tenant, id) for (id,) in ids]
 
     def bytes_of(self, tenant: str) -> int:

@@ -71,9 +71,9 @@ class Runs:
         """Return the current state of a run."""
         return self._state(self._find(tenant, id))
 
-    async def ids(self, tenant: str) -> list[str]:
-        """Return the ids of a tenant's runs, most recently created first."""
-        return await self._journals.ids(ROOM, tenant)
+    async def created(self, tenant: str) -> dict[str, float]:
+        """Return when a tenant's runs were made, by id, the newest first."""
+        return await self._journals.created(ROOM, tenant)
 
     async def refresh(self, tenant: str, ids: Sequence[str]) -> None:
         """Update these runs from the shared store, if there is one, as far as it answers."""

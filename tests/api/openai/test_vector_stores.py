@@ -60,6 +60,9 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
         assert [file.id async for file in ai.files.list()] == [two.id, one.id]
         assert [file.id async for file in ai.files.list(purpose="user_data")] == [one.id]
         assert [file.id async for file in ai.files.list(order="asc", limit=1)] == [one.id, two.id]  # page by page
+        place = f"{two.created!r}:{two.id}"  # type: ignore[attr-defined]  # as a router asks, for what it has elsewhere
+        assert [file.id async for file in ai.files.list(after=place)] == [one.id]
+        assert [file.id async for file in ai.files.list(order="asc", after="1.0:x")] == [one.id, two.id]
         assert (await ai.files.retrieve(two.id)) == two
         assert (await ai.files.delete(one.id)).deleted
         with pytest.raises(openai.NotFoundError, match="there is no file"):

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from cairn.api.http.router_access import RouterAccess
 from cairn.cluster.router.app import RouterApp
 from cairn.cluster.router.replicas import Replicas
+from cairn.config.config import Config
 from tests.cluster.stores import Draws
 
 Answer = Callable[["Stub", str, dict[bytes, bytes], bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -80,14 +82,14 @@ async def named(stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes,
 
 
 @asynccontextmanager
-async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]]:
+async def routed(*answers: Answer, config: Config | None = None) -> AsyncIterator[tuple[RouterApp, list[Stub]]]:
     """Yield a router with a stub for each answer, all known to be up."""
     stubs = [Stub(f"s{number}", answer) for number, answer in enumerate(answers)]
     replicas = Replicas([await stub.start() for stub in stubs])
     for replica in replicas.all:
         await replicas.check(replica)
     try:
-        yield RouterApp(replicas, Draws()), stubs
+        yield RouterApp(replicas, Draws(), RouterAccess(config or Config())), stubs
     finally:
         await replicas.close()
         for stub in stubs:
@@ -134,7 +136,8 @@ async def ask(
                 await on_piece(got)
 
     path, _, query = path.partition("?")
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers)}
+    host = () if any(name == b"host" for name, _ in headers) else ((b"host", b"localhost:8000"),)
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": [*host, *headers]}
     await app({**scope, "query_string": query.encode(), "client": ("127.0.0.1", 1)}, receive, send)
     over.set()
     return got

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from cairn.api.http.router_access import RouterAccess
 from cairn.cluster.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, TextBlocks
 from cairn.cluster.router import kv_follow
 from cairn.cluster.router.app import RouterApp
 from cairn.cluster.router.kv_follow import KvFollowers
 from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.text_prefixes import text_prefixes
+from cairn.config.config import Config
 from tests.cluster.router.stubs import Stub, as_json, ask, head, piece
 from tests.cluster.stores import Draws
 
@@ -94,7 +96,7 @@ async def followed(count: int = 3) -> AsyncIterator[tuple[RouterApp, list[Teller
     followers = KvFollowers(replicas)
     followers.start()
     try:
-        yield RouterApp(replicas, Draws()), tellers
+        yield RouterApp(replicas, Draws(), RouterAccess(Config())), tellers
     finally:
         await followers.close()
         await replicas.close()

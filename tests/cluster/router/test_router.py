@@ -76,7 +76,7 @@ async def test_a_conversation_that_is_sent_again_goes_where_it_began() -> None:
 
 async def test_keys_pass_and_are_part_of_what_is_named() -> None:
     async with routed(named, named, named) as (app, stubs):
-        key = [(b"authorization", b"Bearer secret"), (b"connection", b"close"), (b"host", b"elsewhere")]
+        key = [(b"authorization", b"Bearer secret"), (b"connection", b"close"), (b"host", b"localhost")]
         await ask(app, "GET", "/v1/agents/a?x=1", None, key)
         (path, headers, _), *rest = [one for stub in stubs for one in stub.asked]
         assert not rest and path == "/v1/agents/a?x=1"

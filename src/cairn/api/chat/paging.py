@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.api.http.call import HTTPCall, query, shown
@@ -25,19 +26,35 @@ def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, 
     return page(items if order == "asc" else items[::-1], int(limit), asked.get("after"))
 
 
-def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """Return the page of at most `limit` items after the item `after`."""
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise NotFound(f"there is no item {shown(after)!r} here", field="after")
-    rest = items[ids.index(after) + 1 :] if after is not None else items
+def page(items: Sequence[dict[str, Any]], limit: int, after: str | None, *, ascending: bool = False) -> dict[str, Any]:
+    """Return the page of at most `limit` items after the item `after`, or after a place.
+
+    A place is `created:id`, as lists of agents have it too: an item of another server has a place here. It is for items
+    that have `created`, the newest first, and those of one time by their ids; `ascending`: the reverse of that.
+    """
+    rest = items if after is None else _behind(items, after, ascending)
     data = list(rest[:limit])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
 
 
+def _behind(items: Sequence[dict[str, Any]], after: str, ascending: bool) -> Sequence[dict[str, Any]]:
+    ids = [item["id"] for item in items]
+    if after in ids:
+        return items[ids.index(after) + 1 :]
+    created, mark, id = after.rpartition(":")
+    with contextlib.suppress(ValueError, KeyError):
+        if mark and math.isfinite(time := float(created)):
+            place = -time, id
+            places = [(-item["created"], item["id"]) for item in items]
+            return [
+                item for item, own in zip(items, places, strict=True) if (own < place if ascending else own > place)
+            ]
+    raise NotFound(f"there is no item {shown(after)!r} here", field="after")
+
+
 async def page_by_id(
-    ids: Sequence[str],
+    created: Mapping[str, float],
     limit: int,
     after: str | None,
     show: Callable[[str], dict[str, Any]],
@@ -45,9 +62,10 @@ async def page_by_id(
 ) -> dict[str, Any]:
     """Return a part of a list. Only its items are made, by `show`, and others get their turn between them.
 
+    `created`: the times at which the items of the list were made, in their order.
     `refresh` is given their ids before. An item that is deleted meanwhile is left out.
     """
-    found = page([{"id": id} for id in ids], limit, after)
+    found = page([{"id": id, "created": time} for id, time in created.items()], limit, after)
     if refresh is not None:
         await refresh([item["id"] for item in found["data"]])
     data: list[dict[str, Any]] = []

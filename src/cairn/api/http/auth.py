@@ -16,7 +16,7 @@ import ssl
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
+from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, Scope, shown
 from cairn.config.config import Config
 from cairn.config.paths import expanded
 from cairn.config.values import Secret
@@ -252,16 +252,16 @@ class Access:
         if not hmac.compare_digest(_digest(_credential(call)), self._admin):
             raise _unauthorized("this route needs the admin key")
 
-    def check_host(self, call: HTTPCall) -> None:
+    def check_host(self, scope: Scope) -> None:
         """Raise InvalidRequest or Forbidden unless Host, and a host in the request line, are names of this server."""
-        values = [value for name, value in call.scope["headers"] if name == b"host"]
+        values = [value for name, value in scope["headers"] if name == b"host"]
         if len(values) != 1:
             raise InvalidRequest("the request must carry exactly one Host header", field="Host")
         if self._any_host:
             return
-        for value in (*values, *([call.scope[AUTHORITY]] if AUTHORITY in call.scope else ())):
+        for value in (*values, *([scope[AUTHORITY]] if AUTHORITY in scope else ())):
             host = _without_port(value.decode("latin-1")).lower()
-            if not self._is_ours(host, call.scope.get("server")):
+            if not self._is_ours(host, scope.get("server")):
                 raise Forbidden(
                     f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host"
                 )

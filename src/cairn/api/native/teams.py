@@ -98,8 +98,8 @@ class TeamRoutes:
         def show(id: str) -> dict[str, Any]:
             return team_object(teams.get(call.tenant, id))
 
-        ids, refresh = await teams.ids(call.tenant), partial(teams.refresh, call.tenant)
-        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show, refresh))
+        created, refresh = await teams.created(call.tenant), partial(teams.refresh, call.tenant)
+        await call.json(await page_by_id(created, int(limit), asked.get("after"), show, refresh))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return a team. `report.shared_tokens`: how many leading tokens all members' contexts share."""

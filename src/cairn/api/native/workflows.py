@@ -166,13 +166,13 @@ class WorkflowRoutes:
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
         runs = self._runs()
-        ids = await runs.ids(call.tenant)
+        created = await runs.created(call.tenant)
         refresh = partial(runs.refresh, call.tenant)
 
         def show(id: str) -> dict[str, Any]:
             return run_object(runs.get(call.tenant, id), whole=False)
 
-        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show, refresh))
+        await call.json(await page_by_id(created, int(limit), asked.get("after"), show, refresh))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return a run: its nodes with their outputs, its result and conflicts."""

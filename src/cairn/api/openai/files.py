@@ -102,7 +102,8 @@ def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int
         raise InvalidRequest(f"limit must be 1 to {most}", field="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", field="order")
-    return page(oldest_first if order == "asc" else oldest_first[::-1], int(limit), asked.get("after"))
+    ascending = order == "asc"
+    return page(oldest_first if ascending else oldest_first[::-1], int(limit), asked.get("after"), ascending=ascending)
 
 
 def file_object(found: StoredFile) -> dict[str, Any]:
@@ -112,6 +113,7 @@ def file_object(found: StoredFile) -> dict[str, Any]:
         "object": "file",
         "bytes": found.size,
         "created_at": int(found.created),
+        "created": found.created,
         "filename": found.name,
         "purpose": found.purpose,
         "status": "processed",

@@ -212,6 +212,7 @@ def store_object(found: Collection, states: Mapping[str, int]) -> dict[str, Any]
         "id": found.id,
         "object": "vector_store",
         "created_at": int(found.created),
+        "created": found.created,
         "name": found.name or found.id,
         "usage_bytes": found.size,
         "file_counts": counts,

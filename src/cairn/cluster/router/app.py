@@ -17,6 +17,9 @@ import logging
 import msgspec
 
 from cairn.cluster.router.calls import (
+    PLAIN,
+    Admission,
+    Admit,
     ClientLeft,
     Message,
     Receive,
@@ -25,6 +28,7 @@ from cairn.cluster.router.calls import (
     read_body,
     replica_url,
     respond,
+    with_headers,
 )
 from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.failover import AnsweredRequests, RoutedCall, RouterState
@@ -36,7 +40,7 @@ from cairn.cluster.router.routed_request import read_request
 from cairn.cluster.router.routing_options import Apart
 from cairn.cluster.router.upstream import UpstreamLost
 from cairn.system.interfaces import Rng
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError, Forbidden
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +52,20 @@ class RouterApp:
         self,
         replicas: Replicas,
         rng: Rng,
+        admit: Admit,
         admin_key: str = "",
         restart: Restart | None = None,
         apart: Apart = "auto",
     ) -> None:
         """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine.
 
+        `admit` checks the Host and Origin of every call: replicas see another Host, so that they cannot.
         `restart` ends a replica that is started again; None where the router does not keep the replicas. `apart`: when
         prompts are computed by prefill replicas.
         """
         self.replicas, self.counts, self.gate = replicas, Counts(), PrefillGate(replicas, apart)
         self._shared = RouterState(replicas, self.counts, self.gate, AnsweredRequests(), rng)
+        self._admit = admit
         self._restart, self._restarting = restart, asyncio.Lock()
         self._admin_key = admin_key.encode()
 
@@ -66,9 +73,22 @@ class RouterApp:
         """Serve a call."""
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
+        try:
+            admission = self._admit(scope, receive, send)
+        except CairnError as error:
+            await fail(send, error.status, error.code, str(error))
+            return
+        if admission is not PLAIN:
+            if admission.preflight is not None:
+                await respond(with_headers(send, admission.preflight), 200, b"")
+                return
+            if admission.headers:
+                send = with_headers(send, admission.headers)
+            if admission.vouched:  # a replica would compare it with the Host that the router writes
+                scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != b"origin"]}
         path = scope["path"]
         if path == "/metrics" or path.startswith(("/router/", "/health/")):
-            await self._own(scope, path, send)
+            await self._own(scope, path, send, admission)
             return
         self.counts.requests += 1
         try:
@@ -83,25 +103,27 @@ class RouterApp:
 
     async def _list(self, scope: Message, path: str, send: Send) -> None:
         """Answer with a list over all replicas."""
-        up = [one for one in self.replicas.all if one.up]
         try:
-            if not up:
-                raise UpstreamLost("no server is up; ask again shortly", sent=False)
-            found = await merged_list(up, path, scope["query_string"], scope["headers"])
+            found = await merged_list(self.replicas.all, path, scope["query_string"], scope["headers"])
         except ListRefused as error:
             await respond(send, error.answer.status, error.answer.body)
         except UpstreamLost as error:
             self.counts.refused += 1
             await fail(send, 503, "unavailable", str(error), b"2")
         else:
-            await respond(send, 200, msgspec.json.encode(found))
+            if found.missing:
+                send = with_headers(send, [(b"x-cairn-warning", found.warning.encode())])
+            await respond(send, 200, msgspec.json.encode(found.page))
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
-    async def _own(self, scope: Message, path: str, send: Send) -> None:
+    async def _own(self, scope: Message, path: str, send: Send, admission: Admission) -> None:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
             await respond(send, 200 if ready else 503, msgspec.json.encode(self._health(ready)))
+            return
+        if admission.foreign and scope["method"] not in ("GET", "HEAD"):
+            await fail(send, 403, Forbidden.code, admission.foreign)
             return
         if not self._allowed(scope):
             await fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")

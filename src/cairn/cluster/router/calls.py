@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
@@ -13,6 +13,25 @@ from cairn.cluster.router.upstream import UpstreamConnection
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class Admission(NamedTuple):
+    """What the Host and Origin headers of a call allow, whatever its key."""
+
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    """Headers that its answer needs beside its own (CORS)."""
+    foreign: str = ""
+    """Why the page that calls may change nothing of the router; empty for a page that may, and for other clients."""
+    vouched: bool = False
+    """Whether the router admits the page, so that replicas need not check its origin."""
+    preflight: Sequence[tuple[bytes, bytes]] | None = None
+    """The headers that answer a CORS preflight; None for any other call."""
+
+
+PLAIN = Admission()
+"""The admission of a client that is no web page."""
+Admit = Callable[[Message, Receive, Send], Admission]
+"""Returns what a call may do; raises CairnError for one whose Host is not the router's."""
 
 
 class ClientLeft(Exception):
@@ -42,6 +61,17 @@ async def read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
+    """Return a `send` that adds headers to the answer."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return send_more
 
 
 async def until_gone(receive: Receive) -> None:

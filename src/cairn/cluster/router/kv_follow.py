@@ -12,6 +12,7 @@ from cairn.cluster.kv_events import EVENT, TEXTS_EVENT, AllBlocksCleared, KVEven
 from cairn.cluster.router.follow import EVENT_END
 from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, request_bytes
+from cairn.types.errors import trace
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,8 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks at which replicas are up, and before a stream that ended is begun again."""
 SILENT_SECONDS = 60.0
 """Silence after which a stream counts as lost: servers send something every few seconds."""
+HEAD_SECONDS = 10.0
+"""Longest wait for the head of the events' answer, which a server sends at once."""
 REFUSED_SECONDS = 60.0
 """How long a replica that refuses to tell its events is left alone."""
 MOST_BYTES = 4 << 20
@@ -40,6 +43,8 @@ class KvFollowers:
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._refused: set[Replica] = set()
+        self._troubled: set[Replica] = set()
+        """Replicas whose events failed in a way that nobody foresaw, which the log has."""
 
     def start(self) -> None:
         """Begin to follow, if requests go by KV."""
@@ -61,6 +66,8 @@ class KvFollowers:
                     self._tasks[replica] = asyncio.create_task(self.follow(replica))
             for gone in self._tasks.keys() - set(self._replicas.all):
                 self._tasks.pop(gone).cancel()
+                self._refused.discard(gone)
+                self._troubled.discard(gone)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def follow(self, replica: Replica) -> None:
@@ -70,7 +77,8 @@ class KvFollowers:
         try:
             connection = await replica.pool.take(new=True)
             target = b"/v1/cache/events" + (b"?after=" + held.position.encode() if held.position else b"")
-            await connection.send(request_bytes("GET", target, replica.host, self._headers, b""))
+            async with asyncio.timeout(HEAD_SECONDS):
+                await connection.send(request_bytes("GET", target, replica.host, self._headers, b""))
             kind = dict(connection.headers).get(b"content-type", b"")
             if connection.status != 200 or not kind.startswith(b"text/event-stream"):
                 self._note_refusal(replica, connection.status)
@@ -81,6 +89,10 @@ class KvFollowers:
             await self._read(replica, connection)
         except (UpstreamLost, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             log.debug("the KV events of %s ended: %s", replica.url, error)
+        except Exception as error:  # of this replica alone, and begun again
+            if replica not in self._troubled:
+                self._troubled.add(replica)
+                log.error("the KV events of %s cannot be read: %s", replica.url, trace(error))
         finally:
             held.follows = False
             if connection is not None:

@@ -25,6 +25,8 @@ MOST_SENT = 1 << 14
 """Texts of one replica whose blocks are awaited."""
 SENT_SECONDS = 30.0
 """How long a replica counts as having what it was sent, before it reports so."""
+MOST_TOKENS = 1 << 32
+"""Tokens up to a block's end that a server is believed to mean."""
 TEXT_BYTES = 4.0
 """Bytes of text that count as a token where nothing better is known."""
 _TIERS = {"GPU": 1, "CPU": 2, "DISK": 4}
@@ -124,7 +126,7 @@ class KvIndex:
     def learn(self, texts: Sequence[tuple[int, int, int]]) -> None:
         """Take (text, block, tokens) that a server reported."""
         for text, block, tokens in texts:
-            if tokens > 0:
+            if 0 < tokens < MOST_TOKENS:
                 self._texts[text] = block, tokens
                 self._texts.move_to_end(text)
         while len(self._texts) > MOST_TEXTS:

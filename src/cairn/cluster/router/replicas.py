@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import logging
+import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,7 +29,7 @@ from cairn.cluster.router.kv_index import HeldBlocks, HeldPrompt, KnownText, KvI
 from cairn.cluster.router.routing_options import Routing
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
 from cairn.cluster.text_prefixes import NO_PREFIXES, TextPrefixes
-from cairn.types.errors import ConfigError
+from cairn.types.errors import ConfigError, trace
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,17 @@ DRAIN_SECONDS = 30.0
 START_SECONDS = 300.0
 """How long a replica that is restarted may take until it is ready."""
 
+MOST_SAID = 1 << 16
+"""Bytes of a replica's answer to a check."""
+SPEEDS = 1.0, 1e9
+"""Tokens a second between which a replica's own figure is believed; one beyond counts as the nearer of them."""
+MOST_QUEUE = 86_400.0
+"""Longest queue, in seconds, that a replica is believed to have."""
+_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""A part of a host name, without the dots."""
+MOST_NAME = 253
+"""Characters of a host name."""
+
 Restart = Callable[[int], Awaitable[None]]
 """Ends the replica of this number, which is then started again by whoever keeps it."""
 
@@ -59,11 +73,28 @@ Restart = Callable[[int], Awaitable[None]]
 class _Role(msgspec.Struct):
     """What a replica says of itself."""
 
-    role: str = "both"
+    role: Literal["both", "prefill", "decode"] = "both"
     computes: float | None = None
     loads: float | None = None
     queue_seconds: float = 0.0
     shares: bool = False
+
+    def sane(self) -> _Role:
+        """Return it with numbers that can be reckoned with, whatever was said."""
+        queue = self.queue_seconds if math.isfinite(self.queue_seconds) else 0.0
+        return msgspec.structs.replace(
+            self,
+            computes=_speed(self.computes),
+            loads=_speed(self.loads),
+            queue_seconds=min(max(0.0, queue), MOST_QUEUE),
+        )
+
+
+def _speed(said: float | None) -> float | None:
+    """Return tokens a second; None for a replica that has measured nothing."""
+    if said is None or not math.isfinite(said) or said <= 0:
+        return None
+    return min(max(SPEEDS[0], said), SPEEDS[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -97,11 +128,14 @@ class Replica:
     silent: int = 0
     """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
+    troubled: bool = False
+    """Whether its last check failed in a way that nobody foresaw, which the log has then."""
 
     @property
     def host(self) -> str:
         """The Host header for it."""
-        return f"{self.pool.host}:{self.pool.port}"
+        host = f"[{self.pool.host}]" if ":" in self.pool.host else self.pool.host
+        return f"{host}:{self.pool.port}"
 
     def described(self) -> dict[str, object]:
         """Return what is said of it to those who ask."""
@@ -146,14 +180,31 @@ def _beginning(text: TextPrefixes) -> bytes:
 
 def replica_of(url: str) -> Replica:
     """Return the replica at a URL. Raise ConfigError for one that is no http:// address with a port."""
-    parts = urlsplit(url)
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
     except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
-        raise ConfigError(f"{url} is no replica's address, such as http://10.0.0.5:8000", field="replica")
-    return Replica(f"http://{parts.netloc}", UpstreamPool(parts.hostname, port), parts.netloc.encode())
+        parts, host, port = urlsplit(""), None, None
+    more = parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme != "http" or not host or not port or more:
+        raise ConfigError(f"{url[:300]} is no replica's address, such as http://10.0.0.5:8000", field="replica")
+    if not _is_host(host):
+        raise ConfigError(
+            f"the host {host[:300]!r} of replica {url[:300]} is no address and no name: a name has at most {MOST_NAME} "
+            "characters, of A to Z, digits, - and _ between single dots",
+            field="replica",
+        )
+    return Replica(f"http://{parts.netloc}", UpstreamPool(host, port), parts.netloc.encode())
+
+
+def _is_host(host: str) -> bool:
+    """Return whether a resolver takes a host: an IP address or a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        return len(host) <= MOST_NAME and all(_LABEL.fullmatch(one) for one in labels)
+    return True
 
 
 class Replicas:
@@ -192,7 +243,20 @@ class Replicas:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, replica: Replica) -> None:
-        """Ask a replica whether it is ready."""
+        """Ask a replica whether it is ready. Whatever goes wrong concerns this one alone: others are checked on."""
+        try:
+            await self._check(replica)
+        except Exception as error:
+            if not replica.troubled:
+                log.error("%s cannot be checked: %s", replica.url, trace(error))
+            replica.troubled = True
+            if replica.up:
+                self.failed(replica)
+            replica.last_check = f"cannot be checked: {type(error).__name__}"
+        else:
+            replica.troubled = False
+
+    async def _check(self, replica: Replica) -> None:
         connection = None
         try:
             async with asyncio.timeout(CHECK_TIMEOUT):
@@ -223,13 +287,15 @@ class Replicas:
         if not connection.usable:
             return
         await connection.send(request_bytes("GET", b"/health/role", replica.host, (), b""))
-        parts = []
+        said = bytearray()
         while piece := await connection.read():
-            parts.append(piece)
-        with contextlib.suppress(msgspec.MsgspecError):
-            said = msgspec.json.decode(b"".join(parts), type=_Role)
-            replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
-            replica.queue, replica.reported_at, replica.shares = said.queue_seconds, time.monotonic(), said.shares
+            said += piece
+            if len(said) > MOST_SAID:
+                return  # the connection is closed, as its exchange is not over
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # it keeps what it said before
+            role = msgspec.json.decode(said, type=_Role).sane()
+            replica.role, replica.computes, replica.loads = role.role, role.computes, role.loads
+            replica.queue, replica.reported_at, replica.shares = role.queue_seconds, time.monotonic(), role.shares
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -310,7 +376,7 @@ class Replicas:
         missing = known.total - has.pool - loaded
         # What it reported is up to a second old: without a request in hand there, those that waited then are over.
         reported = one.reported_at + one.queue - now if one.busy else 0.0
-        queue = max(0.0, reported, one.computing - now)
+        queue = min(max(0.0, reported, one.computing - now), MOST_QUEUE)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:

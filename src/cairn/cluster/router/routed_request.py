@@ -39,23 +39,39 @@ INLINE = 1 << 20
 """Bytes of a body that are parsed on the event loop, in 2 to 3 ms; longer ones on a thread."""
 BEGINNING = 2
 """Messages that a conversation is recognised by where nothing names it: its system text and first question."""
+SMALL = 1 << 16
+"""Bytes of the longest field that is read as a value. 16 MiB of empty lists would hold the interpreter's lock for two
+seconds; unread bytes cost next to nothing."""
+MOST_COMMAS = 1 << 16
+"""Commas in messages that are cut into a list; of more, only the beginning is looked at."""
+BEGINNING_BYTES = 1 << 16
+_EMPTY = msgspec.Raw(b"")
 
 
 class _SessionFields(PromptFields):
     """Fields of a body that say what it belongs to, or whether its answer is the same again, beside its text."""
 
-    prompt_cache_key: Any = None
-    metadata: Any = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    id: Any = None
-    seed: Any = None
-    temperature: Any = None
-    stream: Any = None
+    prompt_cache_key: msgspec.Raw = _EMPTY
+    metadata: msgspec.Raw = _EMPTY
+    previous_response_id: msgspec.Raw = _EMPTY
+    conversation: msgspec.Raw = _EMPTY
+    id: msgspec.Raw = _EMPTY
+    seed: msgspec.Raw = _EMPTY
+    temperature: msgspec.Raw = _EMPTY
 
 
 _fields = msgspec.json.Decoder(_SessionFields)
 _lists = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def _value(field: msgspec.Raw) -> Any:
+    """Return the value of a field; None for one that is absent, or too long to be any use here."""
+    if field is _EMPTY or len(data := memoryview(field)) > SMALL:
+        return None
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
 
 
 class RoutedRequest:
@@ -71,7 +87,7 @@ class RoutedRequest:
     @cached_property
     def key(self) -> bytes:
         """What it names, with the tenant's key; empty for nothing."""
-        named = self._named() or self._beginning()
+        named = self._name or self._beginning()
         if not named:
             return b""
         digest = hashlib.blake2b(digest_size=16)
@@ -80,23 +96,26 @@ class RoutedRequest:
         digest.update(named)
         return digest.digest()
 
-    def _named(self) -> bytes:
+    @cached_property
+    def _name(self) -> bytes:
+        """The agent or session that it names; empty for none."""
         if (found := AGENT_PATH.match(self.path) or WORK_PATH.match(self.path)) is not None:
             return b"agent\0" + found[1].encode()
         for name in (AGENT_HEADER, *SESSION_HEADERS):
             if value := self._headers.get(name):
                 return b"agent\0" + value
         body = self._body
-        if self.path == "/v1/agents" and isinstance(body.id, str):
-            return b"agent\0" + body.id.encode()
-        metadata = body.metadata if isinstance(body.metadata, Mapping) else {}
+        if self.path == "/v1/agents" and isinstance(id := _value(body.id), str):
+            return b"agent\0" + id.encode("utf-8", "replace")
+        said = _value(body.metadata)
+        metadata = said if isinstance(said, Mapping) else {}
         names = (
             metadata.get("agent"),
-            body.prompt_cache_key,
+            _value(body.prompt_cache_key),
             metadata.get("session_id"),
             metadata.get("user_id"),
-            body.previous_response_id,
-            body.conversation,
+            _value(body.previous_response_id),
+            _value(body.conversation),
         )
         for one in names:
             if isinstance(one, str) and one:
@@ -106,7 +125,7 @@ class RoutedRequest:
     @cached_property
     def named(self) -> bool:
         """Whether it names an agent or a session."""
-        return bool(self._named())
+        return bool(self._name)
 
     @cached_property
     def _text(self) -> TextPrefixes:
@@ -156,13 +175,14 @@ class RoutedRequest:
         """Whether a second answer to it has the same tokens, and its stream is of chat completions."""
         if self.is_turn:
             return True
-        return self.path in CHATS and (self._body.seed is not None or self._body.temperature == 0)
+        return self.path in CHATS and (_value(self._body.seed) is not None or _value(self._body.temperature) == 0)
 
     @property
     def belongs_to(self) -> list[bytes]:
         """The ids of requests whose answers it is about, without what is in front of them."""
         named = [found[1]] if (found := NAMED_PATHS.match(self.path)) is not None else []
-        named += [one for one in (self._body.previous_response_id, self._body.conversation) if isinstance(one, str)]
+        fields = self._body.previous_response_id, self._body.conversation
+        named += [one for one in map(_value, fields) if isinstance(one, str)]
         return [last_part(one) for one in named]
 
     @property
@@ -176,7 +196,7 @@ async def read_request(scope: Mapping[str, Any], body: bytes, *, by_kv: bool) ->
 
     def read() -> RoutedRequest:
         request = routed()
-        if request.key and by_kv and not request.named:
+        if by_kv and not request.named:
             request.text()
         return request
 
@@ -190,7 +210,9 @@ def last_part(id: str) -> bytes:
 
 
 def _first(messages: msgspec.Raw) -> list[msgspec.Raw]:
-    """Return the first messages of a list, unparsed; none if it is no list."""
+    """Return the first messages of a list, unparsed, or how a very long list begins; none if it is no list."""
+    if len(data := memoryview(messages)) > MOST_COMMAS and bytes(data).count(b",") > MOST_COMMAS:
+        return [msgspec.Raw(bytes(data[:BEGINNING_BYTES]))] if bytes(data[:1]) == b"[" else []
     try:
         return _lists.decode(messages)[:BEGINNING]
     except (msgspec.MsgspecError, RecursionError, ValueError):
