@@ -49,8 +49,8 @@ class Floor:
         assert log is not None
         self.writer = Writer(log)
         registry, clock = AgentRegistry(), Time()
-        pending = PendingWrites(registry, self.writer, clock, ReplayRecords())
-        self.journals = Journals(self.writer, pending, SeededRng(), log.recovered)
+        self.pending = PendingWrites(registry, self.writer, clock, ReplayRecords())
+        self.journals = Journals(self.writer, self.pending, SeededRng(), log.recovered)
 
     @property
     def journal(self) -> Journal:

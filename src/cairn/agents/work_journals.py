@@ -5,7 +5,7 @@ is durable before anybody learns of it. An entry that nobody has learned of yet 
 (`note`); it is durable once any later one is, because the log is written in order. The room that made a journal defines
 what heads and entries hold; they are bytes here until that room reads them.
 
-Servers that share a store share their journals (`shared/shared_journals.py`): a change is in the journal's chain before
+Servers that share a store share their journals (`shared_journals.py`): a change is in the journal's chain before
 it is in the log, and `refresh` applies what other servers wrote.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from bisect import bisect_right, insort
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -37,8 +38,14 @@ from cairn.cluster.chain import Moved
 from cairn.system.interfaces import Rng
 from cairn.types.errors import Conflict, Damaged, NotFound, Overloaded, Unavailable
 
+log = logging.getLogger(__name__)
+
 MAX_JOURNALS = 1_000
 """Journals of one room and tenant."""
+MAX_JOURNAL_BYTES = 64 << 20
+"""Bytes of a journal, beyond which nobody may post to it."""
+MAX_TENANT_BYTES = 256 << 20
+"""Bytes of all journals of a tenant, beyond which none is made: all of them are in memory."""
 
 
 class JournalEntry(NamedTuple):
@@ -64,6 +71,10 @@ class Journal:
         """Whether this server works on it."""
         self.notes: dict[int, Record] = {}
         """Records of notes that no later entry has made durable, by number."""
+        self.bytes = 0
+        """Bytes of its entries' records."""
+        self._sizes: dict[int, int] = {}
+        """The same by number."""
         self._next = 1
         self._undecoded = False
 
@@ -92,6 +103,7 @@ class Journal:
         """Remove entries by their numbers; return their keys."""
         gone = set(numbers)
         keys = [entry.key for entry in self.entries if entry.number in gone]
+        self.bytes -= sum(self._sizes.pop(number, 0) for number in gone)
         self.entries = [entry for entry in self.entries if entry.number not in gone]
         return keys
 
@@ -113,9 +125,11 @@ class Journal:
         self._next += 1
         return self._next - 1
 
-    def add(self, entry: JournalEntry) -> None:
-        """Insert an entry at its position."""
+    def add(self, entry: JournalEntry, size: int) -> None:
+        """Insert an entry, whose record takes `size` bytes, at its position."""
         insort(self.entries, entry, key=lambda one: one.number)
+        self.bytes += size - self._sizes.get(entry.number, 0)
+        self._sizes[entry.number] = size
         self._next = max(self._next, entry.number + 1)
         self._undecoded |= isinstance(entry.value, bytes)
 
@@ -162,10 +176,13 @@ class Journals:
             if entry is None or journal is None:
                 strays.append(record.key)
             else:
-                journal.add(JournalEntry(entry.number, record.key, entry.body))
+                journal.add(JournalEntry(entry.number, record.key, entry.body), record.size)
         for journal in keyed.values():
             self._journals[journal.record.room, journal.tenant, journal.id] = journal
-        self._pending.erase_later(strays)
+        if strays and self._writer.loss:  # their head may be what was damaged
+            log.warning("%d entries belong to no team or run that can be read; they are kept", len(strays))
+        else:
+            self._pending.erase_later(strays)
 
     def now(self) -> float:
         """Return the seconds since 1970, by the clock that dates the log's records."""
@@ -236,6 +253,11 @@ class Journals:
         """
         if len(self.of(room, tenant)) >= MAX_JOURNALS:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
+        if self._bytes_of(tenant) > MAX_TENANT_BYTES:
+            raise Overloaded(
+                f"teams and runs of this key take more than {MAX_TENANT_BYTES >> 20} MiB, the limit; delete some",
+                retry_after=60.0,
+            )
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id
         if (room, tenant, id) in self._journals:
             await self.refresh(room, tenant, id)
@@ -255,7 +277,7 @@ class Journals:
         self._journals[room, tenant, id] = journal
         copies = [(entry, self._record(journal, entry.number, entry.value)) for entry in entries]
         for entry, copy in copies:
-            journal.add(entry._replace(key=copy.key))
+            journal.add(entry._replace(key=copy.key), copy.size)
         try:
             if self.shared is not None:
                 await self.shared.made(journal.name, journal.shared())
@@ -300,6 +322,18 @@ class Journals:
         if self.shared is not None:
             self.shared.check_free(journal.name)
 
+    def check_room(self, journal: Journal) -> None:
+        """Raise Conflict if the journal, or all of its tenant's, take so much that nothing may be posted to it."""
+        for size, limit, what in (
+            (journal.bytes, MAX_JOURNAL_BYTES, f"{journal.record.room} {journal.id} takes"),
+            (self._bytes_of(journal.tenant), MAX_TENANT_BYTES, "teams and runs of this key take"),
+        ):
+            if size > limit:
+                raise Conflict(f"{what} more than {limit >> 20} MiB, the limit; delete some", field="id")
+
+    def _bytes_of(self, tenant: str) -> int:
+        return sum(journal.bytes for (_, whose, _), journal in self._journals.items() if whose == tenant)
+
     async def append(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
         """Append an entry; it is durable, and in the journal, on return. Raise NotFound if the journal was removed."""
         self._check_there(journal)
@@ -318,7 +352,7 @@ class Journals:
         finally:
             journal.pending.discard(number)
         entry = JournalEntry(number, record.key, value)
-        journal.add(entry)
+        journal.add(entry, record.size)
         return entry
 
     def note(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
@@ -326,13 +360,11 @@ class Journals:
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
+        journal.notes[number] = record
         if self.shared is not None:
-            journal.notes[number] = record
             self.shared.note(journal.name, SharedEntry(number, _encoded(value)))
-        else:
-            self._writer.append(record)
         entry = JournalEntry(number, record.key, value)
-        journal.add(entry)
+        journal.add(entry, record.size)
         return entry
 
     def _doubt(self, journal: Journal) -> None:
@@ -384,7 +416,7 @@ class Journals:
         if self._journals.get(journal.name) is journal:
             del self._journals[journal.name]
         keys = [journal.key, *(entry.key for entry in journal.entries)]
-        journal.entries = []
+        journal.entries, journal.bytes = [], 0
         return keys
 
     # ----------------------------------------------------------------------------------------------- of other servers
@@ -423,7 +455,7 @@ class Journals:
             if isinstance(change, EntriesAdded | JournalMade):
                 for one in change.entries:
                     record = written[one.number] = self._record(journal, one.number, one.body)
-                    journal.add(JournalEntry(one.number, record.key, one.body))
+                    journal.add(JournalEntry(one.number, record.key, one.body), record.size)
             elif change is not None:
                 self._pending.erase_later(journal.drop(change.numbers))
                 for number in change.numbers:

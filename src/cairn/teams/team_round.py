@@ -122,6 +122,7 @@ class TeamRound:
         """Run the round and the vote at its end; return the decision. A resumed round keeps the vote it began with."""
         began = next(iter(self._known(RoundBegan)), None)
         if began is None:
+            self._journals.check_room(self._journal)
             await self._journals.append(self._journal, RoundBegan(round=self.number, vote=vote))
         else:
             vote = began.vote

@@ -203,6 +203,7 @@ class Teams:
             team.member(name)
         if sender != USER:
             team.member(sender)
+        self._journals.check_room(journal)
         posted = Posted(round=_rounds(journal.read(Item)), sender=sender, content=content, to=tuple(dict.fromkeys(to)))
         return await self._journals.append(journal, posted)
 
