@@ -130,7 +130,8 @@ async def test_a_use_of_a_conversation_keeps_the_response_before_one_that_is_cut
         await at.agents.tend()
         items = (await http.get(f"{path}/items?order=asc")).json()["data"]
         assert [item["role"] for item in items] == ["user", "assistant", "user"]
-        await http.post(f"{path}/items", json={"items": [{"role": "user", "content": "more"}]})
+        added = await http.post(f"{path}/items", json={"items": [{"role": "user", "content": "more"}]})
+        assert [item["content"][0]["text"] for item in added.json()["data"]] == ["more"], added.text
         items = (await http.get(f"{path}/items?order=asc")).json()["data"]
         assert [item["role"] for item in items] == ["user", "assistant", "user"]
 
