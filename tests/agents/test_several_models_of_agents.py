@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from cairn.config.config import Config
 from cairn.served_models.loaded_models import Models
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import NotLoaded, Unavailable
-from tests.agents.house import GREEDY, hear
+from tests.agents.house import GREEDY, hear, house, talking_model
 from tests.service.several import several
-from tests.service.tiny import until
+from tests.service.tiny import serving, until
 
 LONG = "tell me of the sea " * 30
 SALTS = {"default": b""}
@@ -141,3 +142,25 @@ async def test_agents_are_erased_beside_a_model_that_gets_no_worker_any_more(tmp
         assert (await alpha.where(kept["ada"])).disk == 0
     async with opened(tmp_path) as (models, agents), models.using(models.find("beta")) as again:
         assert (await again.where(kept["bob"])).disk == 0
+
+
+async def test_a_turn_sent_again_after_a_swap_has_the_words_of_the_model_that_answered(tmp_path: Path) -> None:
+    """The ids of its tokens mean other words to the model that is loaded now."""
+    other = talking_model(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    tokenizer["model"]["vocab"] = {word: at for at, word in enumerate(reversed(words))}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    async with house(talking_model(tmp_path / "tiny")) as at, serving(other) as new:
+        await at.agents.create("default", id="ada")
+        first = await at.say("ada", "hello", once="key")
+        assert (await at.say("ada", "hello", once="key")).tokens == first.tokens
+        services, old = at.agents.services, at.service
+        services.add(new)
+        services.lead(new)
+        services.remove(old)
+        at.service = new
+        again = await at.say("ada", "hello", once="key")
+        assert (again.text, again.tokens, again.error) == (first.text, [], None)
+        assert again.done is not None and first.done is not None
+        assert (again.done.reason, again.done.usage.completion_tokens) == (first.done.reason, len(first.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,10 @@ from openai.types.responses import response as types
 
 from cairn.api.chat.cache_diagnosis import Divergence, response_diagnostics
 from cairn.api.openai.responses_schemas import ResponseBody
+from cairn.api.openai.stored_responses import TTL
 from cairn.engine.fake import FakeEngine
+from cairn.types.errors import Unavailable
+from tests.api.homes import home
 from tests.api.openai.test_responses import keeping, kept, post
 from tests.api.sockets import site
 from tests.service.tiny import make_model, serving
@@ -82,6 +86,84 @@ async def test_responses_and_conversations_cannot_be_continued_as_agents(tmp_pat
         turn = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         assert (await http.post(f"/v1/agents/{mine}/turns", json=turn)).status_code == 200
         assert (await http.delete(f"/v1/agents/{response}")).status_code == 200
+
+
+@pytest.mark.parametrize("use", ["items", "metadata", "response"])
+async def test_a_use_of_a_conversation_is_a_use_of_its_last_response(tmp_path: Path, use: str) -> None:
+    """The response holds the history, so it must not end before the conversation."""
+    async with home(make_model(tmp_path / "tiny")) as (at, http):
+        path = f"/v1/conversations/{(await http.post('/v1/conversations', json={})).json()['id']}"
+        ask = kept(conversation=path.split("/")[3])
+        assert (await http.post("/v1/responses", json=ask)).status_code == 200
+        at.clock.ahead += TTL * 2 / 3
+        if use == "items":
+            await http.post(f"{path}/items", json={"items": [{"role": "user", "content": "more"}]})
+        elif use == "metadata":
+            await http.post(path, json={"metadata": {"title": "x"}})
+        else:
+            assert (await http.post("/v1/responses", json=ask)).status_code == 200
+        await at.again()
+        at.web.app.state.attribution.agents = at.agents  # type: ignore[attr-defined]
+        at.clock.ahead += TTL * 2 / 3
+        await at.agents.tend()
+        items = (await http.get(f"{path}/items?order=asc")).json()["data"]
+        expected = ["user", "assistant", *{"items": ["user"], "metadata": [], "response": ["user", "assistant"]}[use]]
+        assert [item["role"] for item in items] == expected
+        assert (await http.post("/v1/responses", json=ask)).status_code == 200
+        at.clock.ahead += TTL + 60
+        await at.agents.tend()
+        assert at.agents.page("default").agents == (), "what nobody uses goes"
+
+
+async def test_a_use_of_a_conversation_keeps_the_response_before_one_that_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with home(make_model(tmp_path / "tiny")) as (at, http):
+        path = f"/v1/conversations/{(await http.post('/v1/conversations', json={})).json()['id']}"
+        ask = kept(conversation=path.split("/")[3])
+        assert (await http.post("/v1/responses", json=ask)).status_code == 200
+        at.clock.ahead += TTL * 2 / 3
+        monkeypatch.setattr(FakeEngine, "decode", broken)
+        assert (await http.post("/v1/responses", json=ask)).status_code >= 500
+        monkeypatch.undo()
+        at.clock.ahead += TTL * 2 / 3
+        await at.agents.tend()
+        items = (await http.get(f"{path}/items?order=asc")).json()["data"]
+        assert [item["role"] for item in items] == ["user", "assistant", "user"]
+        added = await http.post(f"{path}/items", json={"items": [{"role": "user", "content": "more"}]})
+        assert [item["content"][0]["text"] for item in added.json()["data"]] == ["more"], added.text
+        items = (await http.get(f"{path}/items?order=asc")).json()["data"]
+        assert [item["role"] for item in items] == ["user", "assistant", "user"]
+
+
+def broken(self: FakeEngine, rows: Any) -> Any:
+    raise ValueError("the engine broke")
+
+
+async def test_a_change_of_a_conversation_brings_back_no_item_that_was_refused(tmp_path: Path) -> None:
+    async with home(make_model(tmp_path / "tiny")) as (at, http):
+        path = f"/v1/conversations/{(await http.post('/v1/conversations', json={})).json()['id']}"
+        gate, began, sync = asyncio.Event(), asyncio.Event(), at.agents._pending.sync
+
+        async def refuse(*_: object) -> None:
+            began.set()
+            await gate.wait()
+            raise Unavailable("refused")
+
+        at.agents._pending.sync = refuse  # type: ignore[method-assign]
+        item = {"role": "user", "content": "refused"}
+        add = asyncio.create_task(http.post(f"{path}/items", json={"items": [item]}))
+        await began.wait()
+        at.agents._pending.sync = sync  # type: ignore[method-assign]
+        change = asyncio.create_task(http.post(path, json={"metadata": {"title": "x"}}))
+        id, lock = path.split("/")[3], at.agents._agents._changing
+        agent = at.agents._find("default", id)
+        while not lock[agent.key]._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+        gate.set()
+        assert (await add).status_code == 503 and (await change).json()["metadata"] == {"title": "x"}
+        assert (await http.get(f"{path}/items")).json()["data"] == []
+        assert (await http.get(path)).json()["metadata"] == {"title": "x"}
 
 
 async def test_tools_that_the_template_ignores_give_a_warning(tmp_path: Path) -> None:

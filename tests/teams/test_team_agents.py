@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from cairn.engine.fake import FakeEngine
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
-from cairn.teams.entries import Poll, Posted, Stated
-from cairn.teams.teams import Teams
+from cairn.teams.entries import Poll, Posted, RoundBegan, Stated, ToolAnswered, ToolCalled
+from cairn.teams.teams import MADE, Teams
 from cairn.teams.voice import Caller
-from cairn.types.errors import Conflict, InvalidRequest, NotFound
-from tests.agents.house import House, house, talking_model
+from cairn.types.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from tests.agents.house import House, hear, house, talking_model
+from tests.files import Fault
 
 CALLER = Caller(tenant="default")
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "max_tokens": 8}
@@ -192,6 +194,157 @@ async def test_deleting_a_team_erases_every_byte_of_it(folder: Path) -> None:
         with pytest.raises(NotFound):
             at.teams.get("default", "t")
         assert not at.at.agents.page("default").agents
+
+
+async def test_a_refused_deletion_leaves_a_team_that_can_be_deleted(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(system="a secret beginning"))
+        await at.rounds()
+        agent = at.at.agents._find("default", "t.ada")
+        turn = asyncio.create_task(at.at.begin("t.ada", "a secret turn"))
+        while not agent.starting:
+            await asyncio.sleep(0)
+        with pytest.raises(Conflict, match=r"agent t\.ada is starting"):
+            await at.teams.delete("default", "t")
+        assert [one.id for one in at.at.agents.page("default").agents] == ["t.ada"], "the others are gone"
+        await hear(await turn)
+        await at.again(clean=True)
+        await at.teams.delete("default", "t")
+        assert not any(b"secret" in data for data in at.at.files.files().values())
+        assert not at.at.agents.page("default").agents and await at.teams.ids("default") == []
+
+
+async def test_a_deletion_that_the_disk_refuses_is_complete_when_it_is_sent_again(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(system="a secret beginning"))
+        await at.rounds()
+        at.at.files.fail(Fault(at.at.files.calls, errno.ENOSPC, sticky=True))
+        with pytest.raises(Unavailable):
+            await at.teams.delete("default", "t")
+        with pytest.raises(Conflict, match="there is a team t already"):
+            await at.teams.create("default", some())
+        at.at.files.heal()
+        await at.teams.delete("default", "t")
+        assert not any(b"secret" in data for data in at.at.files.files().values())
+        await at.again()
+        assert not at.at.agents.page("default").agents and await at.teams.ids("default") == []
+
+
+async def test_nobody_works_on_a_team_that_is_being_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        began, gate, delete = asyncio.Event(), asyncio.Event(), at.at.agents.delete
+
+        async def slow(tenant: str, id: str) -> None:
+            began.set()
+            await gate.wait()
+            await delete(tenant, id)
+
+        monkeypatch.setattr(at.at.agents, "delete", slow)
+        task = asyncio.create_task(at.teams.delete("default", "t"))
+        await began.wait()
+        for call in (at.rounds(), at.teams.delete("default", "t"), at.teams.rollback("default", "t", 0)):
+            with pytest.raises(Conflict, match="being deleted"):
+                await call
+        gate.set()
+        await task
+        assert not at.at.agents.page("default").agents
+
+
+@pytest.mark.parametrize("stamped", [True, False], ids=["of this version", "of an earlier version"])
+async def test_a_new_team_does_not_adopt_the_members_of_an_earlier_one(folder: Path, stamped: bool) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(system="a secret beginning"))
+        if not stamped:
+            for agent in at.at.agents.page("default").agents:
+                kept = {name: value for name, value in agent.metadata.items() if name != MADE}
+                await at.at.agents.describe("default", agent.id, kept)
+            await at.rounds()  # they are known as members all the same
+        journals = at.at.agents.journals
+        await journals.remove(journals.find("team", "default", "t"))
+        left = [agent.id for agent in at.at.agents.page("default").agents]
+        with pytest.raises(Conflict, match="delete it, or give the team another id"):
+            await at.teams.create("default", some(system="a new beginning"))
+        assert [agent.id for agent in at.at.agents.page("default").agents] == left
+        assert await at.teams.ids("default") == []
+
+
+async def test_a_team_that_cannot_be_made_leaves_its_name_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with company(folder) as at:
+        fork = at.at.agents.fork
+
+        async def full(tenant: str, id: str, **more: Any) -> Any:
+            at.at.files.fail(Fault(at.at.files.calls, errno.ENOSPC, sticky=True))
+            return await fork(tenant, id, **more)
+
+        monkeypatch.setattr(at.at.agents, "fork", full)
+        with pytest.raises(Unavailable):
+            await at.teams.create("default", some(system="a secret beginning"))
+        monkeypatch.undo()
+        at.at.files.heal()
+        await at.teams.create("default", some())
+        await at.at.agents.tend()
+        assert not any(b"secret" in data for data in at.at.files.files().values())
+
+
+async def test_a_rollback_erases_what_followed(folder: Path) -> None:
+    """Also in the members' turns, but not in a fork's."""
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        await at.rounds()
+        await at.teams.post("default", "t", "a secret message")
+        await at.rounds()
+        await at.teams.fork("default", "t", "u", 2)
+        await at.teams.rollback("default", "t", 1)
+        assert "secret" in repr(await at.at.agents.turns("default", "u.ada"))
+        await at.teams.delete("default", "u")
+        await at.teams.post("default", "t", "another secret")
+        await at.rounds()
+        await at.teams.rollback("default", "t", 1)
+        assert "another" not in repr(await at.at.agents.turns("default", "t.ada"))
+        assert not any(b"another secret" in data for data in at.at.files.files().values())
+        await at.rounds()
+        assert at.teams.get("default", "t").rounds == 2
+
+
+async def test_a_rollback_refused_for_a_member_is_complete_when_it_is_sent_again(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        await at.rounds()
+        await at.teams.post("default", "t", "a secret message")
+        await at.rounds()
+        agent = at.at.agents._find("default", "t.ada")
+        agent.starting = True
+        with pytest.raises(Conflict):
+            await at.teams.rollback("default", "t", 1)
+        agent.starting = False
+        assert "secret" not in repr(await at.at.agents.turns("default", "t.cy")), "the others are back"
+        assert (await at.teams.rollback("default", "t", 1)).rounds == 1
+        assert not any(b"secret" in data for data in at.at.files.files().values())
+
+
+async def test_a_call_has_one_result(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        journals = at.at.agents.journals
+        journal = journals.find("team", "default", "t")
+        await journals.append(journal, RoundBegan(round=1))
+        await journals.append(journal, ToolCalled(round=1, step=1, member="ada", number=0, tool="x", arguments="{}"))
+        call = "call-1-1-ada-0"
+        at.at.files.fail(Fault(at.at.files.calls, errno.ENOSPC, sticky=True))
+        with pytest.raises(Unavailable):
+            await at.teams.answer_call("default", "t", call, "refused")
+        at.at.files.heal()
+        first, second = await asyncio.gather(
+            at.teams.answer_call("default", "t", call, "first"),
+            at.teams.answer_call("default", "t", call, "second"),
+            return_exceptions=True,
+        )
+        assert first is None and isinstance(second, Conflict)
+        with pytest.raises(NotFound):
+            await at.teams.answer_call("default", "t", call, "third")
+        _, entries = at.teams.entries("default", "t")
+        assert [entry.value.content for entry in entries if isinstance(entry.value, ToolAnswered)] == ["first"]
 
 
 async def test_teams_are_a_tenants_own(folder: Path) -> None:

@@ -83,6 +83,17 @@ class AgentRegistry:
         """Return the tenant's agent of that id, or None."""
         return self._agents.get(tenant, {}).get(id)
 
+    def forks(self, agent: Agent) -> list[Agent]:
+        """Return the agents that were forked from this one and that stand at a turn of their own."""
+        return [
+            other
+            for other in self._agents.get(agent.tenant, {}).values()
+            if other.root is agent.root
+            and other.record.origin == agent.id
+            and other.own
+            and other.own[-1] is other.head
+        ]
+
     def __contains__(self, agent: Agent) -> bool:
         """Return whether this very agent still exists: another may have its id."""
         return self.find(agent.tenant, agent.id) is agent
@@ -158,8 +169,24 @@ class AgentRegistry:
         kept = reach((agent.head, agent.base), set())
         agent.straight = kept.issuperset(turn.key for turn in agent.own)
         reach([*(turn for turn in agent.own if turn.at >= before or turn.key in left)], kept)
-        gone = {turn.key for turn in agent.own} - kept
-        # A turn that another agent has stays: it is in the log, and a restart would find it.
+        return self._remove_own(agent, {turn.key for turn in agent.own} - kept)
+
+    def cut(self, agent: Agent, turn: Turn) -> list[int]:
+        """Remove the agent's own turns that follow a turn and do not lie on the path to its head or beginning.
+
+        Return the keys of removed turns that no other agent needs.
+        """
+        after = {turn.key}
+        for one in agent.own:  # in order, so parents come first
+            if one.parent_key in after:
+                after.add(one.key)
+        return self._remove_own(agent, after - {turn.key} - reach((agent.head, agent.base), set()))
+
+    def _remove_own(self, agent: Agent, gone: set[int]) -> list[int]:
+        """Remove turns from an agent, except those that another agent needs; return the keys of the removed ones.
+
+        The others stay listed: they are in the log, and a restart would find them.
+        """
         dropped = self._drop(gone, agent) if gone else []
         if dropped:
             over = set(dropped)

@@ -60,8 +60,8 @@ class AgentService:
         """The chains of agents in the shared store, if there is one."""
         self._unsent_pins: dict[int, Record] = {}
         """Unpin records of agents whose pins the stores do not know correctly, by the agent's key."""
-        self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """Locks that order the calls of `set_pinned` on one agent, by its key."""
+        self._changing: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        """Locks that order the calls of `set_pinned` and `describe` on one agent, by its key."""
 
     def sharing(self, agent: Agent) -> SharedAgents | None:
         """Return the chains if the agent has one: not those that keep a stored response or conversation."""
@@ -94,6 +94,11 @@ class AgentService:
         if agent.busy:
             raise conflict(agent)
         return agent
+
+    def check_there(self, agent: Agent) -> None:
+        """Raise NotFound if the agent was deleted since it was found."""
+        if agent not in self.registry:
+            raise NotFound(f"there is no agent {agent.id}", field="id")
 
     def turn(self, agent: Agent, number: int) -> Turn:
         """Return one of its turns; 0 is the beginning. Raise NotFound if there is none."""
@@ -149,11 +154,14 @@ class AgentService:
     async def fork(self, agent: Agent, at: Turn, id: str | None, metadata: dict[str, str] | None = None) -> Agent:
         """Return a new agent with this one's history up to a turn.
 
-        Raise Conflict while the agent itself is not durable.
+        Raise Conflict while the agent itself is not durable, NotFound if it or the turn is deleted meanwhile.
         """
         if agent.new:
             raise Conflict(f"agent {agent.id} is being created; fork it after that")
         await self.free_id(agent.tenant, id)
+        self.check_there(agent)
+        if not self.registry.holds(at):
+            raise NotFound(f"turn {at.number} of agent {agent.id} was deleted meanwhile", field="turn")
         now = self.pending.now()
         old = agent.record
         record = msgspec.structs.replace(
@@ -198,6 +206,20 @@ class AgentService:
         self.kv.moved(agent, before)
         self._repin(agent)
 
+    async def erase_after(self, agent: Agent, turn: Turn) -> None:
+        """Erase the agent's own turns that follow one of its turns, with their KV, except what other agents need.
+
+        Those of a shared agent stay: its chain has them. Raise Unavailable if the disk refuses; then they are gone all
+        the same, and their bytes go as soon as it works.
+        """
+        if self.sharing(agent) is not None:
+            return
+        own = agent.own
+        gone = set(self.registry.cut(agent, turn))
+        self.pending.erase_later(gone)  # now, so that a deletion of the agent meanwhile waits for these too
+        await self.kv.collect(agent, [one for one in own if one.key in gone])
+        await self.pending.erase(self.pending.to_erase())
+
     async def _write(self, agent: Agent) -> None:
         """Write the agent as it is now. Raise Unavailable if the disk or the shared store refuses."""
         if (shared := self.sharing(agent)) is not None:
@@ -208,21 +230,40 @@ class AgentService:
         if agent.record.pinned:
             self.kv.pin_later(agent)
 
-    async def describe(self, agent: Agent, metadata: dict[str, str]) -> None:
-        """Replace the agent's metadata, which counts as a use."""
+    def touch(self, agent: Agent) -> None:
+        """Count a use of the agent; it is written with the next change of any agent."""
         agent.used = self.pending.now()
-        before, agent.record = agent.record, msgspec.structs.replace(agent.record, metadata=metadata)
-        try:
-            await self._write(agent)
-        except Unavailable:
-            agent.record = msgspec.structs.replace(agent.record, metadata=before.metadata)
+        if not agent.new:
             self.pending.write_later(self.pending.note(agent))
-            raise
+
+    async def describe(self, agent: Agent, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+        """Change the agent's metadata, which counts as a use.
+
+        `change`: returns the new metadata for those that the agent has once earlier changes are written or refused.
+        Raise NotFound if the agent is deleted meanwhile.
+        """
+        async with self._change(agent):
+            self.check_there(agent)
+            agent.used = self.pending.now()
+            before = agent.record.metadata
+            agent.record = msgspec.structs.replace(agent.record, metadata=change(before))
+            try:
+                await self._write(agent)
+            except Unavailable:
+                agent.record = msgspec.structs.replace(agent.record, metadata=before)
+                self.pending.write_later(self.pending.note(agent))
+                raise
+            except BaseException:  # cancelled: nobody waits for the result of the write
+                self.pending.write_later(self.pending.note(agent))
+                raise
+
+    def _change(self, agent: Agent) -> asyncio.Lock:
+        """Return the agent's lock: no change may be undone to a value that another change failed to write."""
+        return self._changing.setdefault(agent.key, asyncio.Lock())
 
     async def set_pinned(self, agent: Agent, pinned: bool) -> bool:
         """Record whether the agent's context is pinned; return whether that has changed."""
-        lock = self._pinning.setdefault(agent.key, asyncio.Lock())
-        async with lock:  # so that a change is never undone to a value that another change failed to write
+        async with self._change(agent):
             before = agent.record.pinned
             if agent not in self.registry:  # deleted meanwhile: write nothing
                 return False

@@ -369,10 +369,22 @@ class Agents:
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Replace an agent's metadata. Durable when it returns; on Unavailable nothing has changed."""
+        return await self.describe_by(tenant, id, lambda _: metadata)
+
+    async def describe_by(self, tenant: str, id: str, change: Callable[[dict[str, str]], dict[str, str]]) -> AgentInfo:
+        """Change an agent's metadata as `describe` does.
+
+        `change`: returns the new metadata for those that the agent has once earlier changes are written or refused.
+        """
         await self._ensure(tenant, id)
         agent = self._find(tenant, id)
-        await self._agents.describe(agent, metadata)
+        await self._agents.describe(agent, change)
         return agent.info()
+
+    def touch(self, tenant: str, id: str) -> None:
+        """Count a use of an agent, if there is one of that id. It is durable with the next change of any agent."""
+        with contextlib.suppress(NotFound, InvalidRequest):
+            self._agents.touch(self._find(tenant, id))
 
     async def delete(self, tenant: str, id: str) -> None:
         """Interrupt the running turn and erase every byte of the agent that no other shares, also on the disk.
@@ -446,12 +458,17 @@ class Agents:
         spec = (service or self.services.first).spec
         return (await import_agent(self._agents, spec, tenant, data, id, check)).info()
 
-    async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
-        """Make another turn the head; 0 is the beginning. Later turns stay listed until they are collected."""
+    async def rollback(self, tenant: str, id: str, *, turn: int, erase: bool = False) -> AgentInfo:
+        """Make another turn the head; 0 is the beginning. Later turns stay listed until they are collected.
+
+        With `erase` they are erased at once, unless other servers share the agent.
+        """
         await self._ensure(tenant, id)
         at = self._agents.turn(self._find(tenant, id), turn)
         agent = self._agents.idle(tenant, id)
         await self._agents.move(agent, at)
+        if erase:
+            await self._agents.erase_after(agent, at)
         return agent.info()
 
     # --------------------------------------------------------------------------------------------------------- turns

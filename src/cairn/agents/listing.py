@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.log.writer_thread import Writer
-from cairn.agents.turn_tree import Agent
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.types.errors import InvalidRequest, NotFound
 
@@ -94,14 +94,17 @@ async def list_turns(
 
     Raise NotFound if the agent is deleted meanwhile.
     """
+    before: list[Turn] | None = None
     while True:
         some, path = agent.turns(), {turn.key for turn in agent.head.path()}
         some = [turn for turn in some if turn.number > after][:limit]
         pairs = list(zip(some, await archive.readable(some), strict=True))
         if agent not in registry:
             raise NotFound(f"there is no agent {agent.id}", field="id")
-        if all((content is not None and not content.lost) or registry.holds(turn) for turn, content in pairs):
+        whole = all((content is not None and not content.lost) or registry.holds(turn) for turn, content in pairs)
+        if whole or some == before:  # a turn was erased meanwhile: read again, but not what has not changed
             return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
+        before = some
 
 
 def _named(registry: AgentRegistry, tenant: str, after: str) -> tuple[float, str]:

@@ -25,7 +25,7 @@ NOBODY = b"\0"
 class Turn:
     """A turn, or with number 0 the beginning of an agent, which has messages and no answer."""
 
-    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "parent", "state")
+    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "once", "parent", "state")
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
         self.key, self.parent = key, parent
@@ -42,6 +42,8 @@ class Turn:
         """Its content; None once it is only in the log (see `Archive`)."""
         self.first = _first(began, parent)
         """Hash of the first chunk of the prompt; 0 if unknown."""
+        self.once = hash(began.once)
+        """Hash of the client's Idempotency-Key; 0 for none."""
         self._size = 0
 
     @property

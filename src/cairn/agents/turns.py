@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agent_service import AgentService, conflict
-from cairn.agents.archive import Archive, Unreadable, answerable
+from cairn.agents.archive import Archive, Unreadable, answerable, typed_read_errors
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.kv import BATCH
 from cairn.agents.log.index import RecordKind
@@ -25,6 +25,7 @@ from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.served_models.services import Services
 from cairn.system.interfaces import Clock
+from cairn.text.chat.messages import said_of
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.grammar import ANYTHING, Wanted
 from cairn.types.errors import Conflict, InvalidRequest, Unavailable
@@ -61,6 +62,8 @@ class Turns:
         self._services, self.writer, self.clock = services, agents.writer, clock
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
         self._agents, self._archive = agents, archive
+        self._starting: set[tuple[int, str]] = set()
+        """Turns with an Idempotency-Key that are being started: the key of the agent that was asked, and that one."""
 
     async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
         """See `Keeper`."""
@@ -82,12 +85,38 @@ class Turns:
         fork_on_conflict: bool,
         once: str,
     ) -> RunningTurn:
-        """Begin a turn with new messages, answered by `service`; or repeat the head if it has the key `once`.
+        """Begin a turn with new messages, answered by `service`; or repeat the one that was begun with the key `once`.
 
-        Raise Conflict if the head is not free.
+        Raise Conflict if the head is not free, or while a turn with that key is being started.
         """
-        if once and (again := await self.again(agent, messages, once, params.request, params.share)) is not None:
-            return again
+        if not once:
+            return await self._start(service, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once)
+        taken = agent.key, once
+        if taken in self._starting:
+            raise Conflict(f"a turn of agent {agent.id} with this Idempotency-Key is starting", field="Idempotency-Key")
+        self._starting.add(taken)
+        try:
+            # With `fork_on_conflict` the first of them may have gone to a fork.
+            for one in (agent, *(self._agents.registry.forks(agent) if fork_on_conflict else ())):
+                with typed_read_errors(self._agents.registry, one):
+                    again = await self.again(one, messages, once, params.request, params.share)
+                if again is not None:
+                    return again
+            return await self._start(service, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once)
+        finally:
+            self._starting.discard(taken)
+
+    async def _start(
+        self,
+        service: Service,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        params: TurnParams,
+        *,
+        fork_on_conflict: bool,
+        once: str,
+    ) -> RunningTurn:
+        self._agents.check_there(agent)
         forked = False
         if agent.busy or agent.head.state != "finished":
             if not fork_on_conflict:
@@ -250,9 +279,12 @@ class Turns:
         A finished turn is only sent again, an interrupted one is resumed. Raise Conflict while it runs, InvalidRequest
         if it had other messages.
         """
-        (content,) = await self._archive.contents([agent.head])
+        turn = agent.head
+        if not turn.number or turn.once != hash(once):
+            return None
+        (content,) = await self._archive.contents([turn])
         began = content.began
-        if began.once != once or not agent.head.number:
+        if began.once != once or agent.head is not turn or agent not in self._agents.registry:
             return None
         if began.messages != tuple(messages):
             raise InvalidRequest(
@@ -261,8 +293,8 @@ class Turns:
             )
         if agent.busy or agent.head.state != "finished":
             return await self.resume(agent, number, share)
-        service = self._services.of(agent.head.identity) or self._services.first
-        branch = await self._archive.branch(agent.head)
+        service = self._services.of(turn.identity)
+        branch = await self._archive.branch(turn)
         prompt, tokens, ended = branch.prompt(), tuple(content.tokens), content.ended
         request = Request(
             id=number,
@@ -273,15 +305,19 @@ class Turns:
             salt=agent.salt,
             share=share,
         )
-        events, _ = said_before(service, request, tokens)
-        deltas = [event for event in events if not isinstance(event, Done)]
+        deltas: list[Event]
+        if service is None:  # its ids mean other words to the models that are loaded now
+            deltas = [*said_of(content.answer).parts()]
+        else:
+            events, _ = said_before(service, request, tokens)
+            deltas = [event for event in events if not isinstance(event, Done)]
         usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens))
         done = Done(
             reason=FinishReason(ended.reason) if ended is not None and ended.reason else FinishReason.STOP,
             usage=usage,
             cache=ended.cache if ended is not None else CacheReport(),
         )
-        return RepeatedTurn(self, service, agent, agent.head, request, [*deltas, done])
+        return RepeatedTurn(self, service or self._services.first, agent, turn, request, [*deltas, done])
 
     @contextlib.asynccontextmanager
     async def _interrupted_branch(self, agent: Agent) -> AsyncIterator[Branch]:

@@ -400,7 +400,10 @@ class Journals:
         await self._pending.erase(sorted(journal.drop(numbers)))
 
     async def remove(self, journal: Journal) -> None:
-        """Erase a journal with its entries. Raise Unavailable as `cut` does, or if the shared store refuses."""
+        """Erase a journal with its entries, and with them whatever else waits for erasure.
+
+        Raise Unavailable as `cut` does, or if the shared store refuses.
+        """
         journal.gone = True
         if self.shared is not None:
             try:
@@ -408,7 +411,7 @@ class Journals:
             except BaseException:
                 journal.gone = False
                 raise
-        await self._pending.erase(self._forget(journal))
+        await self._pending.erase([*self._pending.to_erase(), *self._forget(journal)])
 
     def _forget(self, journal: Journal) -> list[int]:
         """Remove a journal from memory; return the keys of its records."""

@@ -21,7 +21,7 @@ from typing import Any
 from cairn.api.admin import health
 from cairn.api.admin.adapters import AdapterAdmin
 from cairn.api.admin.kv_events import BlockEvents
-from cairn.api.admin.metrics import Metrics
+from cairn.api.admin.metrics import MetricsRoute
 from cairn.api.admin.model_list import ModelList
 from cairn.api.admin.models import ModelAdmin
 from cairn.api.admin.props import Props
@@ -84,7 +84,7 @@ class App:
         tables = (
             *(OpenAI, Responses, Anthropic, Embeddings, AgentRoutes, TeamRoutes, WorkflowRoutes, CollectionRoutes),
             *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, AdapterAdmin, StoredRoutes),
-            *(Ollama, OllamaEmbeddings, OllamaModels, ModelList, RequestRoutes, Metrics),
+            *(Ollama, OllamaEmbeddings, OllamaModels, ModelList, RequestRoutes, MetricsRoute),
             *(Llama, TokenRoutes, Props),
         )
         page = Page(config, self.described)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +33,8 @@ from cairn.types.errors import CairnError, Conflict, Damaged, InvalidRequest, No
 ROOM = "team"
 KIND = "team.member"
 """`object` in the metadata of an agent that is a member."""
+MADE = "team_created"
+"""Field of the same metadata: when the agent's team was created, as text."""
 
 
 class TeamState(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,10 @@ class Teams:
         self._voice = voice or AgentVoice(agents)
         self._running: dict[int, asyncio.Task[Any]] = {}
         """Running tasks by journal key."""
+        self._deleting: set[int] = set()
+        """Keys of journals whose teams are being deleted."""
+        self._answering: set[tuple[int, str]] = set()
+        """Tool calls whose results are being written: the journal's key and the call's id."""
 
     # ------------------------------------------------------------------------------------------------------ to look
 
@@ -126,9 +132,14 @@ class Teams:
     def _idle(self, tenant: str, id: str) -> Journal:
         journal = self._find(tenant, id)
         self._journals.check_free(journal)
-        if journal.key in self._running:
-            raise Conflict(f"team {id} is at work; wait for its round, or interrupt it")
+        self._check_idle(journal)
         return journal
+
+    def _check_idle(self, journal: Journal) -> None:
+        if journal.key in self._deleting:
+            raise Conflict(f"team {journal.id} is being deleted")
+        if journal.key in self._running:
+            raise Conflict(f"team {journal.id} is at work; wait for its round, or interrupt it")
 
     # ---------------------------------------------------------------------------------------------------- to change
 
@@ -146,27 +157,32 @@ class Teams:
         journal = await self._journals.create(ROOM, tenant, team.id, team, model=model)
         try:
             async with self._at_work(journal):
-                await self._make_agents(tenant, team, model)
+                await self._make_agents(journal)
         except BaseException:
-            await self._drop(tenant, journal)
+            await self._undo(journal)
             raise
         return self._state(journal)
 
-    async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
+    async def _make_agents(self, journal: Journal) -> None:
         """Create the team's missing agents: the shared beginning, and a fork of it for each member."""
+        tenant, team = journal.tenant, _team(journal)
         await self._refresh_agents(tenant, team)
-        if not self._there(tenant, team.shared_agent, team):
-            metadata = {"object": "team.beginning", "team": team.id}
-            messages = prompts.beginning(team)
-            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata, model=model)
-        missing = [name for name in team.names if not self._there(tenant, team.agent(name), team)]
+        if not self._there(team.shared_agent, journal):
+            await self._agents.create(
+                tenant,
+                id=team.shared_agent,
+                messages=prompts.beginning(team),
+                metadata=_owned(journal, "team.beginning"),
+                model=journal.record.model,
+            )
+        missing = [name for name in team.names if not self._there(team.agent(name), journal)]
         made = await asyncio.gather(
             *(
                 self._agents.fork(
                     tenant,
                     team.shared_agent,
                     new_id=team.agent(name),
-                    metadata={"object": KIND, "team": team.id, "member": name},
+                    metadata=_owned(journal, KIND, name),
                 )
                 for name in missing
             ),
@@ -178,18 +194,33 @@ class Teams:
 
     async def _refresh_agents(self, tenant: str, team: Team) -> None:
         """Update the team's agents from the shared store, if there is one. Raise as `Agents.refresh` does."""
-        ids = (team.shared_agent, *map(team.agent, team.names))
-        await together([self._agents.refresh(tenant, id) for id in ids])
+        await together([self._agents.refresh(tenant, id) for id in _agent_ids(team)])
 
-    def _there(self, tenant: str, agent: str, team: Team) -> bool:
+    def _there(self, agent: str, journal: Journal) -> bool:
         """Return whether an agent of the team exists. Raise Conflict if another agent has its id."""
+        ours = self._ours(agent, journal)
+        if ours is False:
+            raise Conflict(
+                f"there is an agent {agent} already, which is no member of this team {journal.id}; delete it, or give "
+                "the team another id",
+                field="id",
+            )
+        return ours is True
+
+    def _ours(self, agent: str, journal: Journal) -> bool | None:
+        """Return whether the agent of that id belongs to the team; None if there is none.
+
+        A client may have made one of that id, and so may an earlier team that had the same name.
+        """
         try:
-            owner = self._agents.get(tenant, agent).metadata.get("team")
+            info = self._agents.get(journal.tenant, agent)
         except NotFound:
+            return None
+        if info.metadata.get("team") != journal.id:
             return False
-        if owner != team.id:
-            raise Conflict(f"there is an agent {agent} already, which is no member of team {team.id}", field="id")
-        return True
+        made = info.metadata.get(MADE)
+        # Agents of earlier versions do not say so, but a team is always older than its agents.
+        return info.created >= journal.record.created if made is None else made == _made(journal)
 
     async def post(
         self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER
@@ -208,18 +239,24 @@ class Teams:
         return await self._journals.append(journal, posted)
 
     async def answer_call(self, tenant: str, id: str, call: str, content: str) -> None:
-        """Record a tool's result. Raise NotFound if no such call waits."""
+        """Record a tool's result. Raise NotFound if no such call waits, Conflict while another result is written."""
         journal = self._find(tenant, id)
         check_text(content, "content")
         check(content, "content")
-        for one in open_calls(journal.read(Item)):
-            if one.id == call:
-                result = ToolAnswered(
-                    round=one.round, step=one.step, member=one.member, number=one.number, content=content
-                )
-                await self._journals.append(journal, result)
-                return
-        raise NotFound(f"team {id} waits for no result of a call {call[:100]}", field="call_id")
+        one = next((one for one in open_calls(journal.read(Item)) if one.id == call), None)
+        if one is None:
+            raise NotFound(f"team {id} waits for no result of a call {call[:100]}", field="call_id")
+        taken = journal.key, call
+        if taken in self._answering:
+            raise Conflict(f"another result of the call {call} is being recorded", field="call_id")
+        self._answering.add(taken)
+        try:
+            await self._journals.append(
+                journal,
+                ToolAnswered(round=one.round, step=one.step, member=one.member, number=one.number, content=content),
+            )
+        finally:
+            self._answering.discard(taken)
 
     def check_vote(self, tenant: str, id: str, ask: Poll) -> None:
         """Raise InvalidRequest for a vote that the team cannot hold."""
@@ -232,7 +269,7 @@ class Teams:
         if _cut_off(journal.read(Item)):
             raise Conflict(f"a round of team {id} was cut off; let it go on, or roll back, before the team votes")
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
+            await self._make_agents(journal)
             return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
 
     async def rounds(
@@ -242,7 +279,7 @@ class Teams:
         journal = self._idle(caller.tenant, id)
         self.check_rounds(caller.tenant, id, many)
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
+            await self._make_agents(journal)
             for _ in range(many):
                 number = 1 + _rounds(journal.read(Item))
                 try:
@@ -279,16 +316,27 @@ class Teams:
         return task is not None
 
     async def rollback(self, tenant: str, id: str, to: int) -> TeamState:
-        """Erase everything after round `to` (0: the beginning) and roll the members' agents back."""
+        """Erase everything after round `to` (0: the beginning) and roll the members' agents back.
+
+        Raise Conflict while a turn of a member runs, Unavailable if the disk or the shared store refuses. Then the team
+        is back, but turns of members may still be there; sent once more, the rollback erases them.
+        """
         journal = self._idle(tenant, id)
         async with self._at_work(journal):
             await self._journals.cut(journal, _end(journal.read(Item), to))
             team = _team(journal)
             await self._refresh_agents(tenant, team)
+            refusals: list[CairnError] = []
             for name in team.names:
-                with contextlib.suppress(CairnError):  # if this fails, the member's next turn does it
-                    turn = last_turn(journal.read(Item), name)
-                    await self._agents.rollback(tenant, team.agent(name), turn=turn)
+                turn = last_turn(journal.read(Item), name)
+                try:
+                    await self._agents.rollback(tenant, team.agent(name), turn=turn, erase=True)
+                except NotFound:  # the member has lost that turn, and says so when it speaks
+                    pass
+                except CairnError as error:
+                    refusals.append(error)
+            if refusals:
+                raise refusals[0]
         return self._state(journal)
 
     async def fork(self, tenant: str, id: str, new_id: str | None, at: int | None) -> TeamState:
@@ -308,47 +356,73 @@ class Teams:
                 pairs = [(name, old.agent(name), last_turn(kept, name)) for name in old.names]
                 for name, source, turn in [("", old.shared_agent, 0), *pairs]:
                     target = team.agent(name) if name else team.shared_agent
-                    metadata = {"object": KIND, "team": team.id, "member": name}
+                    metadata = _owned(made, KIND, name)
                     await self._agents.fork(tenant, source, turn=turn, new_id=target, metadata=metadata)
             except BaseException:
-                await self._drop(tenant, made)
+                await self._undo(made)
                 raise
         return self._state(made)
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Cancel what runs and erase the team with its agents."""
+        """Cancel what runs and erase the team with its agents.
+
+        Raise Conflict while a turn of a member starts, Unavailable if the disk or the shared store refuses. Then the
+        team stays until it is deleted once more, although some of its agents may be gone.
+        """
         journal = self._find(tenant, id)
         task = self._running.get(journal.key)
         if task is not None:
             task.cancel()
             await asyncio.wait({task}, timeout=10)
-        await self._drop(tenant, journal)
+        with self._being_deleted(journal):
+            if refusals := await self._delete_agents(journal):
+                raise refusals[0]
+            # Only now: nothing else names the agents, so without it they could not be deleted any more.
+            with contextlib.suppress(NotFound):  # another server has deleted it meanwhile
+                await self._journals.remove(self._find(tenant, id))
 
-    async def _drop(self, tenant: str, journal: Journal) -> None:
-        team = _team(journal)
-        agents = [*(team.agent(name) for name in team.names), team.shared_agent]
+    async def _undo(self, journal: Journal) -> None:
+        """Erase a team that could not be created. Its journal stays only if an agent of it could not be deleted."""
+        with self._being_deleted(journal):
+            await self._delete_agents(journal)
+            if not any(self._ours(agent, journal) for agent in _agent_ids(_team(journal))):
+                with contextlib.suppress(Unavailable):  # it is gone all the same
+                    await self._journals.remove(journal)
+
+    @contextlib.contextmanager
+    def _being_deleted(self, journal: Journal) -> Iterator[None]:
+        """Let nobody else work on the team or delete it while entered."""
+        if journal.key in self._deleting:
+            raise Conflict(f"team {journal.id} is being deleted")
+        self._deleting.add(journal.key)
+        try:
+            yield
+        finally:
+            self._deleting.discard(journal.key)
+
+    async def _delete_agents(self, journal: Journal) -> list[CairnError]:
+        """Delete the team's agents as far as possible; return why some could not be."""
+        tenant, team = journal.tenant, _team(journal)
         with contextlib.suppress(Unavailable, Damaged):
             await self._refresh_agents(tenant, team)
-        ours = [agent for agent in agents if self._ours(tenant, agent, team)]
-        await self._journals.remove(journal)
-        for agent in ours:
-            with contextlib.suppress(NotFound):
+        refusals: list[CairnError] = []
+        for agent in _agent_ids(team):
+            if not self._ours(agent, journal):
+                continue
+            try:
                 await self._agents.delete(tenant, agent)
-
-    def _ours(self, tenant: str, agent: str, team: Team) -> bool:
-        """Return whether the agent belongs to the team: a client may own one of that id."""
-        try:
-            return self._agents.get(tenant, agent).metadata.get("team") == team.id
-        except NotFound:
-            return False
+            except NotFound:
+                pass
+            except CairnError as error:
+                refusals.append(error)
+        return refusals
 
     @contextlib.asynccontextmanager
     async def _at_work(self, journal: Journal) -> AsyncIterator[None]:
         """Mark the team as at work while entered; `interrupt` cancels the task that entered."""
         task = asyncio.current_task()
         assert task is not None
-        if journal.key in self._running:
-            raise Conflict(f"team {journal.id} is at work; wait for its round, or interrupt it")
+        self._check_idle(journal)
         self._running[journal.key] = task
         try:
             async with self._journals.working(journal):
@@ -360,6 +434,21 @@ class Teams:
 def call_object(call: ToolCalled) -> dict[str, Any]:
     """Return a waiting call as clients see it."""
     return {"call_id": call.id, "member": call.member, "tool": call.tool, "arguments": call.arguments}
+
+
+def _agent_ids(team: Team) -> tuple[str, ...]:
+    """Return the ids of the team's agents; the shared beginning comes last."""
+    return (*map(team.agent, team.names), team.shared_agent)
+
+
+def _made(journal: Journal) -> str:
+    """Return what tells a team from earlier ones of its name: when it was created."""
+    return repr(journal.record.created)
+
+
+def _owned(journal: Journal, kind: str, member: str = "") -> dict[str, str]:
+    """Return the metadata of an agent of the team."""
+    return {"object": kind, "team": journal.id, MADE: _made(journal)} | ({"member": member} if member else {})
 
 
 def _team(journal: Journal) -> Team:

@@ -12,7 +12,7 @@ from cairn.served_models import model_health
 from cairn.system.metrics import CONTENT_TYPE, ServerMetrics
 
 
-class Metrics:
+class MetricsRoute:
     """The route of the figures, for who has an admin key."""
 
     def __init__(self, state: ServerState) -> None:

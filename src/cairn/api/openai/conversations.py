@@ -4,8 +4,8 @@
     GET, POST /v1/conversations/{id}/items         GET, DELETE /v1/conversations/{id}/items/{item}
 
 A conversation is an agent without turns whose metadata names the last response and holds the messages that follow it.
-A response moves it on before it begins, durably; one that is not finished is passed over. Like a response it goes 30
-days after its last use.
+A response moves it on, durably, before any of the answer is sent; one that is not finished, or that the client deletes,
+is passed over. Like a response it goes 30 days after its last use, which is a use of the response that it names too.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class Conversations:
             raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
         check_metadata(body.metadata)
         info = self._find(agents, call.tenant, id)
-        changed = info.metadata | {"metadata": json.dumps(body.metadata or {})}
-        await call.json(_object(await agents.describe(call.tenant, id, changed)))
+        await call.json(
+            _object(await self._change(agents, call.tenant, info, metadata=json.dumps(body.metadata or {})))
+        )
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """Delete a conversation. Its responses stay."""
@@ -234,8 +235,14 @@ class Conversations:
     async def _write(
         self, agents: Agents, tenant: str, info: AgentInfo, state: ConversationState, before: ConversationState
     ) -> AgentInfo:
-        changed = info.metadata | {"state": _packed(state), "before": _packed(before)}
-        return await agents.describe(tenant, info.id, changed)
+        return await self._change(agents, tenant, info, state=_packed(state), before=_packed(before))
+
+    async def _change(self, agents: Agents, tenant: str, info: AgentInfo, **changed: str) -> AgentInfo:
+        """Change some of a conversation's metadata: a use of it, and of the responses that hold its history."""
+        named = info.metadata | changed
+        for head in {_unpacked(named[name]).head for name in ("state", "before")}:
+            agents.touch(tenant, head)
+        return await agents.describe_by(tenant, info.id, lambda metadata: metadata | changed)
 
 
 def conversation_of(given: Any) -> str | None:
