@@ -70,7 +70,8 @@ class KvFollowers:
         try:
             connection = await replica.pool.take(new=True)
             target = b"/v1/cache/events" + (b"?after=" + held.position.encode() if held.position else b"")
-            await connection.send(request_bytes("GET", target, replica.host, self._headers, b""))
+            async with asyncio.timeout(SILENT_SECONDS):
+                await connection.send(request_bytes("GET", target, replica.host, self._headers, b""))
             kind = dict(connection.headers).get(b"content-type", b"")
             if connection.status != 200 or not kind.startswith(b"text/event-stream"):
                 self._note_refusal(replica, connection.status)

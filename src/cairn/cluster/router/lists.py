@@ -22,6 +22,8 @@ LISTS = frozenset(
 )
 LISTED, MOST_LISTED = 20, 100
 """Items of a page, if the request names no number, and at most."""
+PAGE_SECONDS = 10.0
+"""Longest time in which a replica must give one page of a list; else the list is made without it."""
 MOST_PAGES = 50
 """Pages that one replica is asked for at most."""
 
@@ -44,12 +46,18 @@ class ListRefused(Exception):
 
 
 async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAnswer:
-    """Get one path of a replica. Raise UpstreamLost."""
-    connection = await replica.pool.exchange(request_bytes("GET", target, replica.host, headers, b""))
+    """Get one path of a replica. Raise UpstreamLost, also if it takes longer than PAGE_SECONDS."""
+    connection = None
     try:
-        return ReplicaAnswer(connection.status, await read_whole(connection))
+        async with asyncio.timeout(PAGE_SECONDS):
+            connection = await replica.pool.exchange(request_bytes("GET", target, replica.host, headers, b""))
+            return ReplicaAnswer(connection.status, await read_whole(connection))
+    except TimeoutError as error:
+        what = f"a server did not answer {target.decode('latin-1')[:100]} in {PAGE_SECONDS:g} s"
+        raise UpstreamLost(what, sent=True, cause="silent") from error
     finally:
-        replica.pool.give(connection)
+        if connection is not None:
+            replica.pool.give(connection)
 
 
 async def merged_list(replicas: Sequence[Replica], path: str, query: bytes, headers: Headers) -> dict[str, Any]:
