@@ -92,7 +92,7 @@ async def test_many_equal_requests_at_a_replica_that_dies_are_all_answered() -> 
     ) -> None:
         first.append(stub)
         if stub is first[0]:
-            if sum(one is stub for one in first) == 20:
+            if sum(one is stub for one in first) == 6:  # more may be too many for one replica
                 await stub.die()
             await asyncio.Event().wait()
         await as_json(writer, {"by": stub.name})

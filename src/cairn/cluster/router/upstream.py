@@ -55,6 +55,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.reusable = False
+        self.used = False
+        """Whether it carried an exchange before."""
         self.sent_before = False
         """Whether the replica may have had the request over another connection before."""
 
@@ -218,8 +220,9 @@ class UpstreamPool:
     async def exchange(self, data: bytes, *, head_only: bool = False, repeatable: bool = True) -> UpstreamConnection:
         """Send a request and return its connection, with the head of the answer. Raise UpstreamLost.
 
-        The replica may close an idle connection at any moment, so a new one is tried before the replica counts as gone,
-        unless it may have had the request and that is not `repeatable`. `head_only`: see `UpstreamConnection.send`.
+        The replica may close an idle connection at any moment, so after one that was used before a new one is tried,
+        unless the replica may have had the request and that is not `repeatable`. `head_only`: see
+        `UpstreamConnection.send`.
         """
         before = False
         for new in (False, True):
@@ -233,14 +236,14 @@ class UpstreamPool:
             except UpstreamLost as error:
                 connection.abort()
                 error.sent |= before
-                if new or error.cause == "silent" or (error.sent and not repeatable):
+                if not connection.used or error.cause == "silent" or (error.sent and not repeatable):
                     raise
                 before = error.sent
             except BaseException:
                 connection.abort()
                 raise
             else:
-                connection.sent_before = before
+                connection.sent_before, connection.used = before, True
                 return connection
         raise AssertionError("unreachable")
 
