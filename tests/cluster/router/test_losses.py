@@ -107,30 +107,33 @@ async def test_many_equal_requests_at_a_replica_that_dies_are_all_answered() -> 
 
 def test_requests_that_were_lost_together_count_once_and_each_further_loss_doubles_the_wait() -> None:
     losses, digest = RequestLosses(), b"d"
-    assert not losses.compares(0.0) and losses.seconds_left(digest, 0.0) == 0.0
-    assert [losses.note(digest, ONE, 0.0) for _ in range(3)] == [1, 1, 1]
-    assert losses.seconds_left(digest, 0.0) == 0.0
-    assert losses.note(digest, TWO, 0.0) == 2
-    assert losses.compares(0.0) and losses.seconds_left(digest, 0.0) == REFUSED_SECONDS
-    assert losses.seconds_left(digest, REFUSED_SECONDS) == 0.0, "it may be tried again"
+    assert not losses.compares(10.0) and losses.seconds_left(digest, 10.0) == 0.0
+    assert [losses.note(digest, one, 9.0, 10.0) for one in (ONE, ONE, TWO, THREE)] == [1] * 4, "the power failed"
+    assert losses.seconds_left(digest, 10.0) == 0.0
+    assert losses.note(digest, TWO, 10.0, 20.0) == 2, "it was sent to this one after the first was lost"
+    assert losses.compares(20.0) and losses.seconds_left(digest, 20.0) == REFUSED_SECONDS
+    assert losses.seconds_left(digest, 20.0 + REFUSED_SECONDS) == 0.0, "it may be tried again"
+    assert losses.note(digest, ONE, 100.0, 100.0) == 2, "it dropped the request and had not ended"
     ONE.starts += 1
-    assert losses.note(digest, ONE, 100.0) == 3 and losses.seconds_left(digest, 100.0) == 2 * REFUSED_SECONDS
+    assert losses.note(digest, ONE, 100.0, 100.0) == 3
+    assert losses.seconds_left(digest, 100.0) == 2 * REFUSED_SECONDS
     for _ in range(20):
         THREE.starts += 1
-        losses.note(digest, THREE, 200.0)
+        losses.note(digest, THREE, 200.0, 200.0)
     assert losses.seconds_left(digest, 200.0) == MEMORY_SECONDS
-    assert losses.note(digest, ONE, 201.0 + MEMORY_SECONDS) == 1 and not losses.compares(201.0 + MEMORY_SECONDS)
-    losses.note(digest, TWO, 201.0 + MEMORY_SECONDS)
+    later = 201.0 + MEMORY_SECONDS
+    assert losses.note(digest, ONE, later, later) == 1 and not losses.compares(later)
+    losses.note(digest, TWO, later, later)
     losses.forget(digest)
-    assert losses.seconds_left(digest, 201.0 + MEMORY_SECONDS) == 0.0 and losses.note(digest, ONE, 202.0) == 1
+    assert losses.seconds_left(digest, later) == 0.0 and losses.note(digest, ONE, later, later) == 1
 
 
 def test_losses_are_remembered_of_so_many_requests() -> None:
     losses = RequestLosses()
     for number in range(MOST_REQUESTS + 5):
-        losses.note(b"%d" % number, ONE, 0.0)
+        losses.note(b"%d" % number, ONE, 0.0, 0.0)
     assert len(losses._known) == MOST_REQUESTS
-    assert losses.note(b"0", TWO, 0.0) == 1, "the oldest is forgotten"
+    assert losses.note(b"0", TWO, 1.0, 1.0) == 1, "the oldest is forgotten"
 
 
 def test_a_request_is_recognised_by_all_that_it_asks_and_by_who_asks() -> None:

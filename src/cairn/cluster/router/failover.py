@@ -114,6 +114,7 @@ class RoutedCall:
         self._lost_count = 0
         """How often a replica was lost that may have had it."""
         self._lost_last: Replica | None = None
+        self._sent_at = 0.0
         if self._request.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{shared.rng.bits64():016x}{shared.rng.bits64():016x}".encode()))
         self._first = shared.answered.replica_of(self._request)
@@ -178,6 +179,7 @@ class RoutedCall:
         replica.busy += 1
         replica.requests += 1
         connection = None
+        self._sent_at = time.monotonic()
         try:
             if self._apart:
                 self._apart = False
@@ -201,6 +203,7 @@ class RoutedCall:
 
     async def _exchange(self, replica: Replica) -> UpstreamConnection:
         """Send the request and return the connection with the head of the answer."""
+        self._sent_at = time.monotonic()
         data = request_bytes(self._method, self._target, replica.host, self._headers, self._body)
         connection = await replica.pool.exchange(
             data, head_only=self._method == "HEAD", repeatable=self._request.repeatable
@@ -272,7 +275,7 @@ class RoutedCall:
         """Note that a replica was lost that may have had the request; return whether that were too many."""
         digest = await self._recognise()
         self._lost_count += 1
-        known = self._shared.losses.note(digest, replica, time.monotonic())
+        known = self._shared.losses.note(digest, replica, self._sent_at, time.monotonic())
         if max(known, self._lost_count) < MOST_LOST:
             return False
         log.error(

@@ -38,7 +38,7 @@ class _Losses:
     """The losses of one request."""
 
     lives: set[tuple[Replica, int]] = field(default_factory=set)
-    """The servers that were lost, and which of their starts it was: requests that were lost together count once."""
+    """The servers that were lost, and which of their starts it was."""
     noted: float = 0.0
     """When the last one was lost."""
     refused: float = 0.0
@@ -56,14 +56,17 @@ class RequestLosses:
         """Return whether some request was refused lately, so that requests must be compared with it."""
         return now < self._compares
 
-    def note(self, digest: bytes, replica: Replica, now: float) -> int:
-        """Note that a server was lost with a request; return how many were, at different times."""
+    def note(self, digest: bytes, replica: Replica, sent: float, now: float) -> int:
+        """Note that a server was lost with a request that was `sent` to it then; return how many were.
+
+        Equal requests in hand at the same time count once: when the power fails, all servers are lost with them.
+        """
         losses = self._known.get(digest)
         if losses is None or now - losses.noted > MEMORY_SECONDS:
             losses = self._known[digest] = _Losses()
         self._known.move_to_end(digest)
         life = (replica, replica.starts)
-        if life not in losses.lives:
+        if life not in losses.lives and (sent >= losses.noted or not losses.lives):
             losses.lives.add(life)
             losses.noted = now
             if (further := len(losses.lives) - MOST_LOST) >= 0:
