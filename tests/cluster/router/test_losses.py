@@ -105,6 +105,26 @@ async def test_many_equal_requests_at_a_replica_that_dies_are_all_answered() -> 
         assert (await ask(app, "POST", CHATS, {"messages": []}, hot)).status == 200
 
 
+async def test_an_answer_ends_the_count() -> None:
+    seen: list[str] = []
+
+    async def answers(
+        stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
+        seen.append(stub.name)
+        if len(seen) % 2:
+            writer.transport.abort()
+        await as_json(writer, {"by": stub.name})
+
+    async with routed(answers, answers, answers) as (app, _):
+        app.replicas._routing = "round-robin"
+        for number in range(1, 7):
+            for replica in app.replicas.all:
+                replica.pool.close()
+            assert (await ask(app, "POST", CHATS, POISON)).status == 200 and len(seen) == 2 * number
+        assert len(set(seen[::2])) > 1, "several replicas lost it"
+
+
 def test_requests_that_were_lost_together_count_once_and_each_further_loss_doubles_the_wait() -> None:
     losses, digest = RequestLosses(), b"d"
     assert not losses.compares(10.0) and losses.seconds_left(digest, 10.0) == 0.0

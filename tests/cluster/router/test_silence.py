@@ -221,3 +221,19 @@ async def test_a_router_without_descriptors_takes_no_replica_for_dead(monkeypatc
             got = await ask(app, "GET", "/v1/agents/a")
             assert got.status == 503 and "Too many open files" in got.json()["error"]["message"]
         assert replica.up and (await ask(app, "GET", "/v1/agents/a")).status == 200
+
+
+async def test_a_connection_that_opens_as_the_others_are_cut_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    opens = loop.create_connection
+
+    async def slowly(*how: Any) -> object:
+        made = await opens(*how)
+        pool.cut()
+        return made
+
+    async with routed(named) as (app, _):
+        pool = UpstreamPool("127.0.0.1", int(app.replicas.all[0].host.rpartition(":")[2]))
+        monkeypatch.setattr(loop, "create_connection", slowly)
+        with pytest.raises(UpstreamLost, match="silent"):
+            await pool.take()
