@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -58,6 +59,9 @@ async def test_a_request_loses_two_replicas_at_most(dies: bool) -> None:
         error = got.json()["error"]
         assert got.status == 503 and error["code"] == "servers_lost" and len(sent(stubs)) == 2
         assert error["message"].startswith(f"POST {CHATS}: 2 servers went away while they had this request")
+        async with asyncio.timeout(60):  # both were checked as they were lost
+            while sum(replica.up for replica in app.replicas.all) > (2 if dies else 4):
+                await asyncio.sleep(0.01)
         for replica in app.replicas.all:
             await app.replicas.check(replica)
         assert sum(replica.up for replica in app.replicas.all) == (2 if dies else 4)
@@ -74,6 +78,15 @@ async def test_a_stream_that_loses_two_replicas_is_not_begun_again() -> None:
         assert got.status == 200 and text_of(got) == "The" and b'"code":"unavailable"' in got.body
         again = await ask(app, "POST", CHATS, POISON | {"stream": True})
         assert again.json()["error"]["code"] == "servers_lost" and len(sent(stubs)) == 2
+
+
+async def test_a_stream_does_not_go_on_if_its_request_lost_a_server_before() -> None:
+    body = POISON | {"stream": True}
+    async with routed(*[poisoned(True, event("The", role="assistant"))] * 3) as (app, stubs):
+        digest, now = request_digest("POST", CHATS.encode(), (), json.dumps(body).encode()), time.monotonic()
+        app._shared.losses.note(digest, TWO, now, now)
+        got = await ask(app, "POST", CHATS, body)
+        assert b'"code":"unavailable"' in got.body and len(sent(stubs)) == 1
 
 
 async def test_a_replica_that_drops_a_request_stays_up_and_gets_it_again_where_it_is_alone() -> None:

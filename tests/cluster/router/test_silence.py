@@ -10,18 +10,22 @@ from typing import Any, cast
 import pytest
 
 from cairn.cluster.router.lists import fetch
+from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import KEEPALIVE, Cause, UpstreamLost, UpstreamPool, _cause, request_bytes
 from tests.cluster.router.stubs import Got, Stub, as_json, ask, event, head, named, piece, routed, text_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 TEXT = "The answer is forty-two, as everybody knows."
+WAIT = 60.0
+"""Seconds after which a request counts as hung: far more than a slow machine takes."""
 
 
-@pytest.fixture(autouse=True)
-def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a check of a replica that hangs take 50 ms. Replicas that answer are not checked with it."""
-    monkeypatch.setattr("cairn.cluster.router.replicas.CHECK_TIMEOUT", 0.05)
-    monkeypatch.setattr("cairn.cluster.router.replicas.CHECK_SECONDS", 0.01)
+async def unanswered(checked: Replicas, replica: Replica, checks: int = 1) -> None:
+    """Check a replica that hangs, without the usual patience."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("cairn.cluster.router.replicas.CHECK_TIMEOUT", 0.05)
+        for _ in range(checks):
+            await checked.check(replica)
 
 
 class Held:
@@ -48,10 +52,10 @@ async def test_a_request_at_a_replica_that_hangs_is_answered_by_another() -> Non
         await held.begun.wait()
         hung = app.replicas.all[stubs.index(cast(Stub, held.stub))]
         cast(Stub, held.stub).hung = True
-        await app.replicas.check(hung)
+        await unanswered(app.replicas, hung)
         assert hung.up and not asked.done(), "one check without an answer may be chance"
-        await app.replicas.check(hung)
-        got = await asked
+        await unanswered(app.replicas, hung)
+        got = await asyncio.wait_for(asked, WAIT)
         assert not hung.up and got.status == 200
         assert got.json()["by"] == next(stub.name for stub in stubs if stub is not held.stub)
         assert [len(stub.asked) for stub in stubs] == [1, 1], "it is not sent to the hung one again"
@@ -83,14 +87,12 @@ async def test_a_stream_of_a_replica_that_hangs_goes_on_from_another() -> None:
             ask(app, "POST", "/v1/agents/a/turns", {"messages": [], "stream": True}, on_piece=hang)
         )
         await had.wait()
-        for _ in range(2):
-            await app.replicas.check(app.replicas.all[stubs.index(first[0])])
-        got = await asked
+        await unanswered(app.replicas, app.replicas.all[stubs.index(first[0])], 2)
+        got = await asyncio.wait_for(asked, WAIT)
         assert text_of(got) == TEXT and b"error" not in got.body and app.counts.followed == 1
 
 
-async def test_a_slow_replica_that_answers_its_checks_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.cluster.router.replicas.CHECK_TIMEOUT", 60.0)
+async def test_a_slow_replica_that_answers_its_checks_keeps_its_requests() -> None:
     held = Held()
     async with routed(held, held) as (app, stubs):
         asked = asyncio.create_task(ask(app, "POST", "/v1/chat/completions", CHAT))
@@ -124,22 +126,22 @@ async def test_what_was_sent_to_a_silent_replica_that_is_down_is_cut_too() -> No
         replica = app.replicas.all[0]
         stubs[0].hung, replica.up = True, False
         sent = asyncio.create_task(replica.pool.exchange(request_bytes("GET", b"/v1/models", replica.host, (), b"")))
-        for _ in range(2):
-            await app.replicas.check(replica)
+        await unanswered(app.replicas, replica, 2)
         with pytest.raises(UpstreamLost, match="silent") as lost:
-            await sent
+            await asyncio.wait_for(sent, WAIT)
         assert lost.value.sent and lost.value.cause == "silent"
 
 
-async def test_a_removed_replica_is_watched_until_its_requests_end() -> None:
+async def test_a_removed_replica_is_watched_until_its_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     async with routed(held) as (app, stubs):
         asked = asyncio.create_task(ask(app, "POST", "/v1/agents/a/fork", {}))
         await held.begun.wait()
         stubs[0].hung = True
         assert not await app.replicas.remove(app.replicas.all[0], 0)
+        monkeypatch.setattr("cairn.cluster.router.replicas.CHECK_TIMEOUT", 0.05)
         app.replicas.start()
-        got = await asked
+        got = await asyncio.wait_for(asked, WAIT)
         assert got.status == 503 and "while it had the request" in got.json()["error"]["message"]
 
 
@@ -157,14 +159,13 @@ async def test_a_list_is_made_without_a_replica_that_hangs(monkeypatch: pytest.M
         asked = asyncio.create_task(ask(app, "GET", "/v1/agents"))
         await begun.wait()
         stubs[0].hung = True
-        for _ in range(2):
-            await app.replicas.check(app.replicas.all[0])
-        got = await asked
+        await unanswered(app.replicas, app.replicas.all[0], 2)
+        got = await asyncio.wait_for(asked, WAIT)
         assert got.status == 200 and [one["id"] for one in got.json()["data"]] == ["a"]
         # A replica that answers its checks and hangs with lists alone costs the list a bounded time.
         monkeypatch.setattr("cairn.cluster.router.lists.PAGE_SECONDS", 0.05)
         with pytest.raises(UpstreamLost, match=r"did not answer /v1/agents in 0.05 s"):
-            await fetch(app.replicas.all[0], b"/v1/agents", ())
+            await asyncio.wait_for(fetch(app.replicas.all[0], b"/v1/agents", ()), WAIT)
 
 
 async def test_connections_have_keepalive() -> None:
@@ -179,8 +180,7 @@ async def test_connections_have_keepalive() -> None:
         connection.abort()
 
 
-async def test_an_idle_connection_that_closes_as_a_check_comes_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.cluster.router.replicas.CHECK_TIMEOUT", 60.0)
+async def test_an_idle_connection_that_closes_as_a_check_comes_is_no_death() -> None:
     async with routed(named) as (app, stubs):
         stubs[0].drops = 1
         await app.replicas.check(app.replicas.all[0])
@@ -210,7 +210,7 @@ async def test_a_router_without_descriptors_takes_no_replica_for_dead(monkeypatc
     async def none_left(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("cairn.cluster.router.failover.PATIENCE", 0.0)
+    monkeypatch.setattr("cairn.cluster.router.failover.PATIENCE", 0.5)
     async with routed(named) as (app, _):
         replica = app.replicas.all[0]
         replica.pool.close()
@@ -218,7 +218,8 @@ async def test_a_router_without_descriptors_takes_no_replica_for_dead(monkeypatc
             patched.setattr(asyncio.get_running_loop(), "create_connection", none_left)
             for _ in range(3):
                 await app.replicas.check(replica)
-            got = await ask(app, "GET", "/v1/agents/a")
+            got = await asyncio.wait_for(ask(app, "GET", "/v1/agents/a"), WAIT)
+            assert app.counts.retries <= 3, "it pauses"
             assert got.status == 503 and "Too many open files" in got.json()["error"]["message"]
         assert replica.up and (await ask(app, "GET", "/v1/agents/a")).status == 200
 
