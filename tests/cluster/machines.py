@@ -89,6 +89,14 @@ class Cluster:
             os.killpg(self.servers[number].pid, signal.SIGKILL)
         self.servers[number].process.wait()
 
+    def stop(self, number: int) -> None:
+        """Stop a server with SIGSTOP, together with its worker: its port and connections stay open."""
+        os.killpg(self.servers[number].pid, signal.SIGSTOP)
+
+    def go_on(self, number: int) -> None:
+        """Let a stopped server go on."""
+        os.killpg(self.servers[number].pid, signal.SIGCONT)
+
     def restart(self, number: int) -> None:
         """Start a server again, with its own folders."""
         self.servers[number] = self._serve(number)

@@ -46,8 +46,10 @@ def undisturbed(folder: Path, agents: list[list[dict[str, Any]]]) -> list[list[s
     return found
 
 
-def turn_with_kill(made: Cluster, id: str, body: dict[str, Any], pause: float) -> tuple[str, int]:
-    """Stream a turn and kill its server in the middle; return the text and that server.
+def turn_with_kill(
+    made: Cluster, id: str, body: dict[str, Any], pause: float, kill: Callable[[Cluster, int], None] = Cluster.kill
+) -> tuple[str, int]:
+    """Stream a turn and kill its server in the middle, or stop it; return the text and that server.
 
     The server holds the answer back at its 100th token, so it cannot have ended.
     """
@@ -62,7 +64,7 @@ def turn_with_kill(made: Cluster, id: str, body: dict[str, Any], pause: float) -
                 text += choice["delta"].get("content") or ""
             if text and alive:
                 time.sleep(pause)
-                made.kill(killed)
+                kill(made, killed)
                 alive, had = False, len(text)
                 for server in made.servers:
                     server.hold.unlink()
@@ -163,6 +165,31 @@ def test_kill_9_of_the_server_that_has_the_agent(
     figure("seconds of a turn whose server was killed in mid-stream, longest", f"{max(seen.streams, default=0):.1f}")
     most = f"at most {seen.again['later']}; {seen.again['at once']}"
     figure("tokens computed again beside the new message, after the lag; at once", most)
+
+
+def test_a_server_that_hangs_in_mid_turn(tmp_path: Path, prove: bool, figure: Callable[[str, str], None]) -> None:
+    """SIGSTOP: connections stay open. The stream goes on from another server, and so does the agent."""
+    if not prove:
+        pytest.skip("make prove-cluster: a server counts as hung after 12 s")
+    bodies = [question(0), question(1, stream=True), question(2), question(3, stream=True)]
+    (expected,) = undisturbed(tmp_path, [bodies])
+    (tmp_path / "cluster").mkdir()
+    longest = 0.0
+    with cluster(tmp_path / "cluster", 2, holds=True, shared_lag=LAG, kv_load="always") as made:
+        made.call("POST", "/v1/agents", {"id": "ada0", "system": SYSTEM})
+        said = []
+        for body in bodies:
+            if "stream" not in body:
+                said.append(text_of(made.call("POST", "/v1/agents/ada0/turns", body)))
+                continue
+            began = time.monotonic()
+            text, stopped = turn_with_kill(made, "ada0", body, 0.0, Cluster.stop)
+            longest = max(longest, time.monotonic() - began)
+            said.append(text)
+            made.go_on(stopped)
+            made.wait_up(2)
+        assert said == expected
+    figure("seconds of a turn whose server was stopped (SIGSTOP) in mid-stream, longest", f"{longest:.1f}")
 
 
 def test_an_agent_goes_on_over_an_object_store(tmp_path: Path, s3: str) -> None:

@@ -38,6 +38,10 @@ class Stub:
     def __init__(self, name: str, answer: Answer) -> None:
         self.name, self.answer, self.ready, self.role = name, answer, 200, "both"
         self.asked: list[tuple[str, dict[bytes, bytes], bytes]] = []
+        self.hung = False
+        """Whether it answers nothing more, as under SIGSTOP: its port and connections stay open."""
+        self.drops = 0
+        """How many of the next requests are cut off without an answer."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -52,6 +56,11 @@ class Stub:
         for writer in tuple(self._writers):
             writer.transport.abort()
 
+    def close_port(self) -> None:
+        """Close the port alone, as a server does that ends once its requests are answered."""
+        assert self._server is not None
+        self._server.close()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
@@ -61,6 +70,12 @@ class Stub:
                 pairs = (line.partition(b":") for line in lines[1:] if line)
                 headers = {name.lower(): value.strip() for name, _, value in pairs}
                 body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
+                if self.hung:
+                    await asyncio.Event().wait()
+                if self.drops:
+                    self.drops -= 1
+                    writer.transport.abort()
+                    return
                 if path == "/health/ready":
                     await as_json(writer, {}, self.ready)
                     continue
@@ -69,7 +84,7 @@ class Stub:
                     continue
                 self.asked.append((path, headers, body))
                 await self.answer(self, path, headers, body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):  # cancelled: the test is over
             pass
         finally:
             self._writers.discard(writer)
@@ -94,6 +109,20 @@ async def routed(*answers: Answer, config: Config | None = None) -> AsyncIterato
         await replicas.close()
         for stub in stubs:
             await stub.die()
+
+
+def text_of(got: Got) -> str:
+    """Return the text of a stream of chat completions."""
+    lines = [line[6:] for line in got.body.decode().split("\n\n") if line.startswith("data: {")]
+    found = [one for one in map(json.loads, lines) if one.get("choices")]
+    return "".join(one["choices"][0]["delta"].get("content") or "" for one in found)
+
+
+def event(content: str | None = None, id: str = "a", finish: str | None = None, **delta: object) -> bytes:
+    """Return an event of a chat completion."""
+    delta = ({"content": content} if content is not None else {}) | delta
+    body = {"id": id, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 class Got:

@@ -10,15 +10,9 @@ import pytest
 
 from cairn.cluster.router.replicas import FORGET_SECONDS, Replicas
 from cairn.types.errors import ConfigError
-from tests.cluster.router.stubs import Got, Stub, as_json, ask, head, named, piece, routed
+from tests.cluster.router.stubs import Stub, as_json, ask, event, head, named, piece, routed, text_of
 
 TEXT = "The answer is forty-two, as everybody knows, and so it stays."
-
-
-def event(content: str | None = None, id: str = "a", finish: str | None = None, **delta: object) -> bytes:
-    delta = ({"content": content} if content is not None else {}) | delta
-    body = {"id": id, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 async def stream(writer: asyncio.StreamWriter, size: int, id: str, stop: int | None = None) -> None:
@@ -32,11 +26,6 @@ async def stream(writer: asyncio.StreamWriter, size: int, id: str, stop: int | N
         await asyncio.sleep(0)
     writer.write(piece(event(id=id, finish="stop")) + piece(b"data: [DONE]\n\n") + b"0\r\n\r\n")
     await writer.drain()
-
-
-def text_of(got: Got) -> str:
-    lines = [line[6:] for line in got.body.decode().split("\n\n") if line.startswith("data: {")]
-    return "".join(one["choices"][0]["delta"].get("content") or "" for one in map(json.loads, lines))
 
 
 async def test_an_agent_stays_with_its_replica_and_agents_are_spread() -> None:

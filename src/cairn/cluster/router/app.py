@@ -34,6 +34,7 @@ from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.failover import AnsweredRequests, RoutedCall, RouterState
 from cairn.cluster.router.follow import EVENT_END
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
+from cairn.cluster.router.losses import RequestLosses
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Replicas, Restart
 from cairn.cluster.router.routed_request import read_request
@@ -64,7 +65,7 @@ class RouterApp:
         prompts are computed by prefill replicas.
         """
         self.replicas, self.counts, self.gate = replicas, Counts(), PrefillGate(replicas, apart)
-        self._shared = RouterState(replicas, self.counts, self.gate, AnsweredRequests(), rng)
+        self._shared = RouterState(replicas, self.counts, self.gate, AnsweredRequests(), RequestLosses(), rng)
         self._admit = admit
         self._restart, self._restarting = restart, asyncio.Lock()
         self._admin_key = admin_key.encode()

@@ -3,12 +3,14 @@
 A request that found its replica gone is sent to another one, as long as its client has nothing of the answer and a
 second computation changes nothing: each turn of an agent gets an Idempotency-Key, by which a replica knows it again.
 A stream whose replica died in mid-answer goes on from another one, where that gives the same tokens (`follow.py`).
+A request that loses two replicas is an error: it may be what ended them (`losses.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import OrderedDict
@@ -28,10 +30,11 @@ from cairn.cluster.router.calls import (
     until_gone,
 )
 from cairn.cluster.router.counts import Counts
-from cairn.cluster.router.follow import EVENT_END, Delivered, split
+from cairn.cluster.router.follow import EVENT_END, AnswersDiffer, Delivered, split
+from cairn.cluster.router.losses import MOST_LOST, RequestLosses, request_digest
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import Choice, Destination, Replica, Replicas
-from cairn.cluster.router.routed_request import RUN_HEADER, RUNS_PATH, RoutedRequest, last_part
+from cairn.cluster.router.routed_request import INLINE, RUN_HEADER, RUNS_PATH, RoutedRequest, last_part
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.system.interfaces import Rng
 
@@ -86,6 +89,7 @@ class RouterState:
     counts: Counts
     gate: PrefillGate
     answered: AnsweredRequests
+    losses: RequestLosses
     rng: Rng
 
 
@@ -104,6 +108,13 @@ class RoutedCall:
         if query:
             self._target += b"?" + query
         self._request = request
+        self._given_headers = tuple(self._headers)
+        self._digest = b""
+        """What recognises the request when it is sent again; empty where nothing had to be compared."""
+        self._lost_count = 0
+        """How often a replica was lost that may have had it."""
+        self._lost_last: Replica | None = None
+        self._sent_at = 0.0
         if self._request.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{shared.rng.bits64():016x}{shared.rng.bits64():016x}".encode()))
         self._first = shared.answered.replica_of(self._request)
@@ -133,6 +144,10 @@ class RoutedCall:
             gone.cancel()
 
     async def _answer(self) -> None:
+        losses, now = self._shared.losses, time.monotonic()
+        if losses.compares(now) and losses.seconds_left(await self._recognise(), now):
+            await self._refuse_harmful()
+            return
         while True:
             choice = Choice(self._first) if self._first else self._replicas.choose(self._wanted, self._tried)
             self._first = None
@@ -147,21 +162,37 @@ class RoutedCall:
             if await self._try(replica):
                 return
             self._counts.retries += 1
+            await self._await_check(replica)
+
+    async def _await_check(self, replica: Replica) -> None:
+        """Wait until it is known whether a replica that was lost is down, if there is no other for the request."""
+        if replica is self._lost_last and replica.up and not self._others(replica):
+            await self._replicas.check(replica)
+            await asyncio.sleep(PAUSE)
+
+    def _others(self, replica: Replica) -> list[Replica]:
+        """Return the replicas that are up and that the request was not sent to."""
+        return [one for one in self._replicas.all if one.up and one not in self._tried and one is not replica]
 
     async def _try(self, replica: Replica) -> bool:
         """Pass the request to a replica and its answer to the client; return False to try another one."""
         replica.busy += 1
         replica.requests += 1
         connection = None
+        self._sent_at = time.monotonic()
         try:
             if self._apart:
                 self._apart = False
                 gate, request = self._shared.gate, self._request
-                await gate.before(replica, request.key, request.path, self._headers, self._body)
+                lost = await gate.before(replica, request.key, request.path, self._headers, self._body)
+                if lost is not None and await self._note_loss(lost):
+                    await self._refuse_harmful()
+                    return True
             connection = await self._exchange(replica)
             if await self._should_retry(replica, connection):
                 return False
-            await self._pass_on(replica, connection)
+            if await self._pass_on(replica, connection) and self._digest:
+                self._shared.losses.forget(self._digest)
             return True
         except UpstreamLost as error:
             return await self._lost(replica, error)
@@ -172,6 +203,7 @@ class RoutedCall:
 
     async def _exchange(self, replica: Replica) -> UpstreamConnection:
         """Send the request and return the connection with the head of the answer."""
+        self._sent_at = time.monotonic()
         data = request_bytes(self._method, self._target, replica.host, self._headers, self._body)
         connection = await replica.pool.exchange(
             data, head_only=self._method == "HEAD", repeatable=self._request.repeatable
@@ -182,7 +214,7 @@ class RoutedCall:
     async def _should_retry(self, replica: Replica, connection: UpstreamConnection) -> bool:
         """Return whether to try another replica, or again later, instead of answering with this."""
         status, now = connection.status, time.monotonic()
-        others = [one for one in self._replicas.all if one.up and one not in self._tried and one is not replica]
+        others = self._others(replica)
         if status == 404 and self._request.on_one_replica and others:
             self._tried.append(replica)
             return True
@@ -206,10 +238,20 @@ class RoutedCall:
         return False
 
     async def _lost(self, replica: Replica, error: UpstreamLost) -> bool:
-        self._replicas.failed(replica)
+        """Take the loss of a replica; return False to try another one, True after an error to the client."""
+        self._replicas.lost_connection(replica, error)
         self._tried.append(replica)
-        self._sent_again |= error.sent
-        if error.sent and not self._request.repeatable:
+        self._lost_last = replica
+        if not error.sent:
+            if True:
+                return False
+            self._counts.refused += 1
+            await fail(self._send, 503, "unavailable", f"no server can be reached: {error}; ask again shortly", b"2")
+            return True
+        self._sent_again = True
+        self._end = time.monotonic() + PATIENCE
+        harmful = await self._note_loss(replica)
+        if not self._request.repeatable:
             await fail(
                 self._send,
                 503,
@@ -217,31 +259,72 @@ class RoutedCall:
                 "the server went away while it had the request; look whether it was carried out before you repeat it",
             )
             return True
-        return False
+        if harmful:
+            await self._refuse_harmful()
+        return harmful
 
-    async def _pass_on(self, replica: Replica, connection: UpstreamConnection) -> None:
+    async def _recognise(self) -> bytes:
+        """Return the request's digest."""
+        if not self._digest:
+            given = self._method, self._target, self._given_headers, self._body
+            long = len(self._body) > INLINE
+            self._digest = await asyncio.to_thread(request_digest, *given) if long else request_digest(*given)
+        return self._digest
+
+    async def _note_loss(self, replica: Replica) -> bool:
+        """Note that a replica was lost that may have had the request; return whether that were too many."""
+        digest = await self._recognise()
+        self._lost_count += 1
+        known = self._shared.losses.note(digest, replica, self._sent_at, time.monotonic())
+        if max(known, self._lost_count) < MOST_LOST:
+            return False
+        log.error(
+            "%s %s (%s) has lost %d servers, %s last; it may be what ends them, so it is not sent to another one",
+            self._request.method,
+            self._request.path[:100],
+            digest.hex()[:8],
+            max(known, self._lost_count),
+            replica.url,
+        )
+        return True
+
+    async def _refuse_harmful(self) -> None:
+        """Answer that the request loses servers, and for how long it is refused."""
+        self._counts.refused += 1
+        seconds = math.ceil(self._shared.losses.seconds_left(await self._recognise(), time.monotonic()))
+        message = (
+            f"{self._request.method} {self._request.path[:100]}: {MOST_LOST} servers went away while they had this "
+            f"request ({self._digest.hex()[:8]} in the router's log), so it is not sent to another one; find out from "
+            "the servers' logs whether it ends them"
+        )
+        message += f"; it is taken again in {seconds} s" if seconds else ""
+        await fail(self._send, 503, "servers_lost", message, b"%d" % seconds if seconds else b"")
+
+    async def _pass_on(self, replica: Replica, connection: UpstreamConnection) -> bool:
+        """Pass an answer on; return whether the client has all of it."""
         if self._started:  # answered already
-            return
+            return True
         self._shared.answered.remember(connection.headers, replica)
         headers = dict(connection.headers)
         if headers.get(b"content-type", b"").startswith(EVENTS):
-            await self._stream(replica, connection)
-            return
+            return await self._stream(replica, connection)
         size = int(headers.get(b"content-length", b"-1"))
         if 0 <= size <= WHOLE_BYTES:
             body = b"" if self._method == "HEAD" else await read_whole(connection)
             self._check_expected(body)
             await self._respond(replica, connection, body)
-            return
+            return True
         await self._start(replica, connection)
         try:
             while data := await connection.read():
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        except UpstreamLost:  # the client sees that the answer was cut off
-            self._replicas.failed(replica)
+        except UpstreamLost as error:  # the client sees that the answer was cut off
+            self._replicas.lost_connection(replica, error)
+            await self._note_loss(replica)
             self._counts.lost += 1
             raise ClientLeft from None
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
 
     def _check_expected(self, answer: bytes) -> None:
         """Count a replica that had less than half of the prompt that it was expected to have, where it says so."""
@@ -259,8 +342,11 @@ class RoutedCall:
 
     # ----------------------------------------------------------------------------------------------------- streams
 
-    async def _stream(self, replica: Replica, connection: UpstreamConnection) -> None:
-        """Pass a stream of events on, whole events only, and go on from other replicas where this one dies."""
+    async def _stream(self, replica: Replica, connection: UpstreamConnection) -> bool:
+        """Pass a stream of events on, whole events only, and go on from other replicas where this one dies.
+
+        Return False if it ended with an error that no server gave.
+        """
         await self._start(replica, connection)
         delivered = Delivered()
         keep = self._request.followable and connection.status == 200
@@ -280,19 +366,21 @@ class RoutedCall:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
             self._check_expected(last)
-            return
-        except UpstreamLost:
-            self._replicas.failed(replica)
+            return True
+        except UpstreamLost as error:
+            self._replicas.lost_connection(replica, error)
             self._tried.append(replica)
             self._sent_again = True
-        if keep and delivered.whole and await self._follow(delivered):
+            harmful = await self._note_loss(replica)
+        run = self._request.run(dict(connection.headers))
+        if not harmful and (
+            (keep and delivered.whole and await self._follow(delivered)) or (run and await self._resume_run(run))
+        ):
             self._counts.followed += 1
-            return
-        if (run := self._request.run(dict(connection.headers))) and await self._resume_run(run):
-            self._counts.followed += 1
-            return
+            return True
         self._counts.lost += 1
         await self._send({"type": "http.response.body", "body": LOST, "more_body": False})
+        return False
 
     async def _follow(self, delivered: Delivered | None) -> bool:
         """Pass on the rest of a stream from other replicas; return False if none gives it.
@@ -301,7 +389,7 @@ class RoutedCall:
         """
         self._end = time.monotonic() + PATIENCE
         if delivered is not None:
-            delivered.measure()
+            await asyncio.to_thread(delivered.measure)
         while time.monotonic() < self._end:
             choice = self._replicas.choose(self._wanted, self._tried)
             if choice is None:
@@ -322,9 +410,15 @@ class RoutedCall:
                 if delivered is None and connection.status == 409 and await self._send_end_if_over(replica, refusal):
                     return True
                 await asyncio.sleep(PAUSE)
-            except UpstreamLost:
-                self._replicas.failed(replica)
+            except UpstreamLost as error:
+                self._replicas.lost_connection(replica, error)
                 self._tried.append(replica)
+                if error.sent:
+                    await self._note_loss(replica)
+                    return False
+                await asyncio.sleep(0 if self._others(replica) else PAUSE)
+            except AnswersDiffer:
+                log.warning("%s gives another answer than the server that was lost; the stream ends", replica.url)
                 return False
             finally:
                 replica.busy -= 1
@@ -371,4 +465,6 @@ class RoutedCall:
             news = data if delivered is None else b"".join(map(delivered.rest, split(data)))
             if news:
                 await self._send({"type": "http.response.body", "body": news, "more_body": True})
+        if delivered is not None:
+            delivered.end()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -101,7 +101,7 @@ async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAns
                 replica.pool.give(connection)
     except TimeoutError:
         path = target.partition(b"?")[0].decode("latin-1")[:100]
-        raise UpstreamLost(f"it did not answer {path} in {PAGE_SECONDS:g} s", sent=True) from None
+        raise UpstreamLost(f"it did not answer {path} in {PAGE_SECONDS:g} s", sent=True, cause="silent") from None
     if connection.status >= 500:
         raise UpstreamLost(f"it answered {connection.status}", sent=True)
     return ReplicaAnswer(connection.status, bytes(body))

@@ -64,19 +64,23 @@ class PrefillGate:
 
     async def before(
         self, decode: Replica, key: bytes, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """Have the prompt of a request computed by a prefill replica, if that pays."""
+    ) -> Replica | None:
+        """Have the prompt of a request computed by a prefill replica, if that pays.
+
+        Return the prefill replica if it was lost while it may have had the prompt.
+        """
         if self._apart == "never" or path not in PROMPTS or decode.role == "prefill":
-            return
+            return None
         known = self._seen.get(key, 0) if key else 0
         self._note(key, len(body))
         tokens = max(0, len(body) - known) // TOKEN_BYTES
         others = [one for one in self._replicas.all if one.role == "prefill" and one.up and not one.draining]
         if not others:
-            return
+            return None
         prefill = min(others, key=lambda one: one.busy)
         if not self.worth(tokens, prefill, decode) or (asked := _for_one_token(body)) is None:
-            return
+            return None
+        lost = None
         limit = GRACE_SECONDS + (2 * tokens / prefill.computes if prefill.computes else 0.0)
         try:
             async with asyncio.timeout(limit):
@@ -85,13 +89,15 @@ class PrefillGate:
                 for one in (prefill, decode) if done else ():
                     done = await self._exchange(one, "/v1/cache/share", headers, b"") and done
             self._sharing += 0.3 * (time.monotonic() - began - self._sharing) if done else 0.0
-        except UpstreamLost:
-            self._replicas.failed(prefill)
+        except UpstreamLost as error:
+            self._replicas.lost_connection(prefill, error)
+            lost = prefill if error.sent else None
             done = False
         except TimeoutError:
             done = False
         self.apart += done
         self.failed += not done
+        return lost
 
     def _note(self, key: bytes, size: int) -> None:
         if key:

@@ -20,14 +20,16 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
+from cairn.cluster.router.calls import read_whole
 from cairn.cluster.router.kv_index import HeldBlocks, HeldPrompt, KnownText, KvIndex
 from cairn.cluster.router.routing_options import Routing
-from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
+from cairn.cluster.router.upstream import Cause, UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
 from cairn.cluster.text_prefixes import NO_PREFIXES, TextPrefixes
 from cairn.types.errors import ConfigError, trace
 
@@ -36,7 +38,8 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 5.0
 SILENT_CHECKS = 2
-"""Checks in a row without an answer after which a replica counts as gone. One whose port is closed does so at once."""
+"""Checks in a row without an answer after which a replica counts as gone, and all its connections are cut. One whose
+port is closed counts as gone at once; what it has in hand may still end."""
 CROWDED = 1.5
 """How many times the mean of requests in hand a replica may have, beside SLACK, before it is passed over."""
 SLACK = 4
@@ -127,6 +130,8 @@ class Replica:
     held: HeldBlocks = field(default_factory=HeldBlocks)
     silent: int = 0
     """Checks in a row that were not answered in time."""
+    starts: int = 0
+    """How often it was found ready after it was down."""
     last_check: str = field(default="not asked yet")
     troubled: bool = False
     """Whether its last check failed in a way that nobody foresaw, which the log has then."""
@@ -222,7 +227,10 @@ class Replicas:
         self._added: dict[Replica, float] = {}
         """Replicas that were added later, and when they were last up: one that is down for long is forgotten."""
         self._task: asyncio.Task[None] | None = None
+        self._leaving: list[Replica] = []
+        """Replicas that were removed and still have requests in hand, which are cut if they fall silent."""
         self._died = float("-inf")
+        self._checks: dict[Replica, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Begin to look after them."""
@@ -233,17 +241,37 @@ class Replicas:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        checks = tuple(self._checks.values())
+        for task in checks:
+            task.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
         for one in self.all:
             one.pool.close()
 
     async def _run(self) -> None:
         while True:
-            await asyncio.gather(*(self.check(one) for one in tuple(self.all)))
+            await asyncio.gather(*(self.check(one) for one in (*self.all, *self._leaving)))
+            self._leaving = [one for one in self._leaving if one.busy]
             self._forget(time.monotonic())
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, replica: Replica) -> None:
-        """Ask a replica whether it is ready. Whatever goes wrong concerns this one alone: others are checked on."""
+        """Ask a replica whether it is ready. Callers at the same time share one check."""
+        await asyncio.shield(self._begin_check(replica))
+
+    def _begin_check(self, replica: Replica) -> asyncio.Task[None]:
+        task = self._checks.get(replica)
+        if task is None or task.done():
+            task = self._checks[replica] = asyncio.create_task(self._check_safely(replica))
+            task.add_done_callback(partial(self._end_check, replica))
+        return task
+
+    def _end_check(self, replica: Replica, task: asyncio.Task[None]) -> None:
+        if self._checks.get(replica) is task:
+            del self._checks[replica]
+
+    async def _check_safely(self, replica: Replica) -> None:
+        """Check a replica. Whatever goes wrong concerns this one alone: others are checked on."""
         try:
             await self._check(replica)
         except Exception as error:
@@ -260,27 +288,40 @@ class Replicas:
         connection = None
         try:
             async with asyncio.timeout(CHECK_TIMEOUT):
-                connection = await replica.pool.take(new=not replica.up)
-                await connection.send(request_bytes("GET", b"/health/ready", replica.host, (), b""))
-                while await connection.read():
-                    pass
-            if connection.status == 200 and not replica.up:
-                log.info("%s is ready", replica.url)
-            replica.up, replica.silent = connection.status == 200, 0
-            replica.last_check = "ready" if replica.up else f"answers {connection.status}"
+                connection = await replica.pool.exchange(request_bytes("GET", b"/health/ready", replica.host, (), b""))
+                await read_whole(connection)
+            self._note_answer(replica, connection.status)
             if replica.up:
-                await self._learn(replica, connection)
+                with contextlib.suppress(UpstreamLost, TimeoutError):  # it is ready; the next check asks again
+                    async with asyncio.timeout(CHECK_TIMEOUT):
+                        await self._learn(replica, connection)
         except (UpstreamLost, TimeoutError) as error:
-            replica.silent += 1
-            if replica.up and (isinstance(error, UpstreamLost) or replica.silent >= SILENT_CHECKS):
-                self.failed(replica)
-            replica.last_check = str(error) or "does not answer"
-            if connection is not None:
-                connection.abort()
-                connection = None
+            cause = error.cause if isinstance(error, UpstreamLost) else "silent"
+            self._note_failed_check(replica, cause, str(error) or f"does not answer in {CHECK_TIMEOUT:g} s")
         finally:
             if connection is not None:
                 replica.pool.give(connection)
+
+    def _note_answer(self, replica: Replica, status: int) -> None:
+        """Take the status of a check that was answered."""
+        up = status == 200
+        if up and not replica.up:
+            log.info("%s is ready", replica.url)
+            replica.starts += 1
+        replica.up, replica.silent = up, 0
+        replica.last_check = "ready" if up else f"answers {status}"
+
+    def _note_failed_check(self, replica: Replica, cause: Cause, what: str) -> None:
+        """Take a check that was not answered: a replica whose port is closed is down, one that is silent again, too."""
+        replica.last_check = what
+        if cause == "local":  # the router has no descriptor or port left: nobody knows about the replica
+            return
+        replica.silent += 1
+        silent = cause == "silent"
+        if replica.up and (not silent or replica.silent >= SILENT_CHECKS):
+            self.failed(replica, in_hand=silent)
+        elif silent and replica.silent >= SILENT_CHECKS:
+            replica.pool.cut()  # a request may have been sent although it is down
 
     async def _learn(self, replica: Replica, connection: UpstreamConnection) -> None:
         """Ask a replica for its role and speeds; a server that says nothing of them does both."""
@@ -297,12 +338,28 @@ class Replicas:
             replica.role, replica.computes, replica.loads = role.role, role.computes, role.loads
             replica.queue, replica.reported_at, replica.shares = role.queue_seconds, time.monotonic(), role.shares
 
-    def failed(self, replica: Replica) -> None:
-        """Note that a replica went away: it gets no more requests until it is ready again."""
+    def lost_connection(self, replica: Replica, error: UpstreamLost) -> None:
+        """Note that a replica did not complete an exchange, and check at once whether it went away.
+
+        It stays up until the check says otherwise: a request that it drops takes it away from nobody else.
+        """
+        if error.cause == "local":
+            return
+        replica.failures += 1
+        self._died = time.monotonic()
+        if replica.up:
+            self._begin_check(replica)
+
+    def failed(self, replica: Replica, *, in_hand: bool = True) -> None:
+        """Note that a replica went away: it gets no more requests until it is ready again.
+
+        `in_hand`: also cut the exchanges that it has in hand, so that their requests are answered elsewhere.
+        """
         if replica.up:
             log.warning("%s went away; it gets no requests until it is ready again", replica.url)
         replica.up = False
-        replica.failures += 1
+        if in_hand:
+            replica.pool.cut()
         replica.pool.close()
         replica.held.forget()
         replica.computing = 0.0
@@ -401,6 +458,8 @@ class Replicas:
             self.all.remove(replica)
             self._added.pop(replica, None)
             replica.pool.close()
+            if not over:
+                self._leaving.append(replica)
         return over
 
     def _forget(self, now: float) -> None:

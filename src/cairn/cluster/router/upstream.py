@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import httptools
 
@@ -15,20 +17,31 @@ HIGH_BYTES = 1 << 18
 MOST_IDLE = 64
 """Connections to one replica that are kept open unused."""
 CONNECT_SECONDS = 2.0
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPALIVE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""Options of TCP, and their values in seconds or probes: a machine that is gone is noticed within 25 s although nothing
+is sent to it. macOS calls the first one TCP_KEEPALIVE."""
+
+Cause = Literal["closed", "silent", "local"]
+"""Why an exchange failed: the replica refused or closed the connection; it said nothing in time, or no way leads to it;
+or the router could not open a connection, which says nothing about the replica."""
+_NO_WAY = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN))
+_LOCAL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
 class UpstreamLost(ConnectionError):
     """A replica went away before its answer was complete. `sent`: whether it may have had the request."""
 
-    def __init__(self, what: str, *, sent: bool) -> None:
+    def __init__(self, what: str, *, sent: bool, cause: Cause = "closed") -> None:
         super().__init__(what)
-        self.sent = sent
+        self.sent, self.cause = sent, cause
 
 
 class UpstreamConnection(asyncio.Protocol):
     """A connection to a replica, and the exchange that it carries."""
 
-    def __init__(self) -> None:
+    def __init__(self, among: set[UpstreamConnection]) -> None:
+        """Make one that is `among` the open connections from when it is connected until it is closed."""
+        self._among = among
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._changed: asyncio.Event = asyncio.Event()
@@ -38,9 +51,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._heads = False
         self._over = True
         self.lost = False
+        self._cut = False
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.reusable = False
+        self.used = False
+        """Whether it carried an exchange before."""
         self.sent_before = False
         """Whether the replica may have had the request over another connection before."""
 
@@ -49,6 +65,12 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._among.add(self)
+        raw = transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE:
+            if (option := getattr(socket, name, None)) is not None:
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -63,6 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
+        self._among.discard(self)
         self._lose()
 
     def _lose(self) -> None:
@@ -115,7 +138,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport.write(data)
         while not self._heads:
             if self.lost:
-                raise UpstreamLost("the replica went away before it answered", sent=True)
+                raise self._loss("before it answered")
             await self._wait()
         if head_only and not self._over:
             self._over = True  # the parser waits for a body that does not come, so the connection is not used again
@@ -126,7 +149,7 @@ class UpstreamConnection(asyncio.Protocol):
             if self._over:
                 return b""
             if self.lost:
-                raise UpstreamLost("the replica went away in mid-answer", sent=True)
+                raise self._loss("in mid-answer")
             await self._wait()
         data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
@@ -140,10 +163,21 @@ class UpstreamConnection(asyncio.Protocol):
         self._changed.clear()
         await self._changed.wait()
 
+    def _loss(self, when: str) -> UpstreamLost:
+        if self._cut:
+            return UpstreamLost(f"the replica fell silent {when}", sent=True, cause="silent")
+        return UpstreamLost(f"the replica went away {when}", sent=True)
+
     def abort(self) -> None:
         """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
+
+    def cut(self) -> None:
+        """Close the connection to a silent replica; whoever waits for its answer gets UpstreamLost."""
+        self._cut = True
+        self.abort()
+        self._lose()
 
 
 class UpstreamPool:
@@ -152,26 +186,43 @@ class UpstreamPool:
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
+        """All connections, idle or in use."""
+        self._cuts = 0
+        """How often the replica was silent and all connections were cut."""
 
     async def take(self, *, new: bool = False) -> UpstreamConnection:
         """Return a connection; `new`: one that was not used before. Raise UpstreamLost if there can be none."""
+        cuts = self._cuts
         while self._idle and not new:
             connection = self._idle.pop()
             if connection.usable:
                 return connection
             connection.abort()
         try:
-            opening = asyncio.get_running_loop().create_connection(UpstreamConnection, self.host, self.port)
+            opening = asyncio.get_running_loop().create_connection(self._made, self.host, self.port)
             _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
-        except (OSError, TimeoutError) as error:
-            raise UpstreamLost(f"the replica cannot be reached: {error}", sent=False) from error
+        except TimeoutError as error:
+            what = f"the replica cannot be reached: no connection in {CONNECT_SECONDS:g} s"
+            raise UpstreamLost(what, sent=False, cause="silent") from error
+        except OSError as error:
+            raise UpstreamLost(
+                f"the replica cannot be reached: {error}", sent=False, cause=_cause(error.errno)
+            ) from error
+        if cuts != self._cuts:
+            connection.abort()
+            raise UpstreamLost("the replica fell silent", sent=False, cause="silent")
         return connection
+
+    def _made(self) -> UpstreamConnection:
+        return UpstreamConnection(self._open)
 
     async def exchange(self, data: bytes, *, head_only: bool = False, repeatable: bool = True) -> UpstreamConnection:
         """Send a request and return its connection, with the head of the answer. Raise UpstreamLost.
 
-        The replica may close an idle connection at any moment, so a new one is tried before the replica counts as gone,
-        unless it may have had the request and that is not `repeatable`. `head_only`: see `UpstreamConnection.send`.
+        The replica may close an idle connection at any moment, so after one that was used before a new one is tried,
+        unless the replica may have had the request and that is not `repeatable`. `head_only`: see
+        `UpstreamConnection.send`.
         """
         before = False
         for new in (False, True):
@@ -185,14 +236,14 @@ class UpstreamPool:
             except UpstreamLost as error:
                 connection.abort()
                 error.sent |= before
-                if new or (error.sent and not repeatable):
+                if not connection.used or error.cause == "silent" or (error.sent and not repeatable):
                     raise
                 before = error.sent
             except BaseException:
                 connection.abort()
                 raise
             else:
-                connection.sent_before = before
+                connection.sent_before, connection.used = before, True
                 return connection
         raise AssertionError("unreachable")
 
@@ -203,12 +254,24 @@ class UpstreamPool:
         else:
             connection.abort()
 
+    def cut(self) -> None:
+        """Close all connections, also those in use: their exchanges are lost. For a replica that is silent."""
+        self._cuts += 1
+        self._idle.clear()
+        for connection in tuple(self._open):
+            connection.cut()
+
     def close(self) -> None:
         """Close the idle connections."""
         for connection in self._idle:
             with contextlib.suppress(RuntimeError):
                 connection.abort()
         self._idle.clear()
+
+
+def _cause(number: int | None) -> Cause:
+    """Return what an error of `connect` says about the replica."""
+    return "silent" if number in _NO_WAY else "local" if number in _LOCAL else "closed"
 
 
 DROPPED = frozenset(
