@@ -83,6 +83,16 @@ class SimulatedBlobs:
         data: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
         return data
 
+    async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+        """Read in any order: of reads at once a later one may be answered first."""
+        found: dict[str, bytes | OSError | None] = {}
+        for name in self._world.rng.sample(names, len(names)):
+            try:
+                found[name] = await self.read(name)
+            except OSError as error:
+                found[name] = error
+        return [found[name] for name in names]
+
     async def list(self, folder: str, after: str = "") -> Sequence[str]:
         names: Sequence[str] = await self._call(lambda: self._world.store.list(folder, after), changes=False)
         return names

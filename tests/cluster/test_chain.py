@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: nothi
 from cairn.cluster import chain as chains
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Moved, Running
+from cairn.cluster.guard import AHEAD
 from cairn.types.errors import CairnError, Damaged, Unavailable
 from tests.cluster.chain_simulator import (
     Acknowledged,
@@ -145,6 +146,67 @@ async def test_a_store_that_fails_is_reported_and_changes_nothing() -> None:
         with pytest.raises(Unavailable, match="shared store"):
             await call
     assert one.tail == before
+
+
+async def test_a_long_chain_is_read_with_several_requests_at_once() -> None:
+    blobs = MemoryBlobs()
+    await written(blobs, turns=100)
+    at_once: list[int] = []
+
+    class Watched(Awaited):
+        async def read(self, name: str) -> bytes | None:
+            at_once.append(1)
+            return await super().read(name)
+
+        async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+            found = await super().read_several(names)
+            at_once[-len(names) :] = [len(names)]
+            return found
+
+    reader = chain_of(blobs, "two", 2)
+    reader._blobs = Watched(blobs)
+    records = await reader.news()
+    assert [record.number for record in records] == list(range(201))
+    assert len(at_once) < 201 / 8 and max(at_once) == AHEAD
+    at_once.clear()
+    assert await reader.news() == [] and at_once == [1, 1], "the next record and the mark of a deletion"
+
+
+async def test_what_is_read_ahead_counts_only_up_to_the_first_record_that_is_missing() -> None:
+    """A writer may be at work meanwhile: a later record is read after it was made, an earlier one before."""
+    blobs = MemoryBlobs()
+    one = await written(blobs)
+
+    class Late(Awaited):
+        async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+            found = list(await super().read_several(names))
+            for at, name in enumerate(names):
+                if name.endswith("0000000005"):
+                    found[at : at + 2] = [None, OSError("what lies beyond does not matter")]
+            return found[: len(names)]
+
+    two = chain_of(blobs, "two", 2)
+    two._blobs = Late(blobs)
+    assert [record.number for record in await two.news()] == list(range(5))
+    two._blobs = Awaited(blobs)
+    assert [record.number for record in await two.news()] == list(range(5, 11)) and two.tail == one.tail
+
+
+async def test_a_read_ahead_that_fails_changes_nothing() -> None:
+    blobs = MemoryBlobs()
+    await written(blobs)
+
+    class Failing(Awaited):
+        async def read(self, name: str) -> bytes | None:
+            if name.endswith("0000000005"):
+                raise OSError("bad sector")
+            return await super().read(name)
+
+    two = chain_of(blobs, "two", 2)
+    two._blobs, before = Failing(blobs), two.tail
+    with pytest.raises(Unavailable, match="bad sector"):
+        await two.news()
+    assert two.tail == before
 
 
 async def test_of_a_deleted_agent_two_objects_are_left_and_a_new_one_may_follow() -> None:

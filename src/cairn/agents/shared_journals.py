@@ -26,7 +26,7 @@ import msgspec
 
 from cairn.agents.log.records import JournalRecord
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
-from cairn.cluster.guard import put
+from cairn.cluster.guard import put, readable
 from cairn.cluster.shared import SharedStore
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
@@ -217,9 +217,10 @@ class SharedJournals:
             new = [name for name in names if name not in self._listed]
             for at in range(0, len(new), AT_ONCE):
                 some = new[at : at + AT_ONCE]
-                for name, data in zip(some, await asyncio.gather(*map(blobs.read, some)), strict=True):
+                for name, read in zip(some, await blobs.read_several(some), strict=True):
+                    data = readable(read)
                     content = None if data is None else keys.open(name, data)
-                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed
+                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed, or cannot be read
                         self._listed[name] = msgspec.msgpack.decode(content or b"", type=ListedJournal)
         except OSError as error:
             raise unavailable(error) from error

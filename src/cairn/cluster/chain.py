@@ -22,12 +22,13 @@ No clock is needed for that. Whether a holder is alive (`beats.py`) only decides
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from cairn.cluster.guard import AsyncBlobs, put
+from cairn.cluster.guard import AHEAD, AsyncBlobs, ObjectFailed, put
 from cairn.cluster.keys import ClusterKeys
 from cairn.types.errors import Conflict, Damaged, Unavailable
 
@@ -103,14 +104,19 @@ class AgentChain:
         tail, found = self.tail, list[ChainRecord]()
         try:
             first = tail.number + 1 if tail.number >= 0 else await self._first()
-            data = await self._blobs.read(self._name(first))
+            data: bytes | OSError | None = await self._blobs.read(self._name(first))
             if data is None and await self._is_removed(tail.number + 1):
                 tail, first = Tail(), await self._first()
                 data = await self._blobs.read(self._name(first))
-            while data is not None:
+            ahead, read = 1, deque[bytes | OSError | None]([data])
+            while (data := read.popleft()) is not None:
+                if isinstance(data, OSError):
+                    raise data
                 record, tail = self._check(data, first + len(found), tail)
                 found.append(record)
-                data = await self._blobs.read(self._name(first + len(found)))
+                if not read:  # more at once each time: few are new at most looks, and many at the first
+                    ahead, at = min(2 * ahead, AHEAD), first + len(found)
+                    read.extend(await self._blobs.read_several([*map(self._name, range(at, at + ahead))]))
         except OSError as error:
             raise unavailable(error) from error
         self.tail = tail
@@ -254,5 +260,6 @@ def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
 
 
 def unavailable(error: OSError) -> Unavailable:
-    """Return the error of a store that does not answer."""
-    return Unavailable(f"the shared store does not work: {error.strerror or error}", retry_after=5.0)
+    """Return the error of a store that does not answer, or of one object in it."""
+    what = "an object in the shared store" if isinstance(error, ObjectFailed) else "the shared store does not work"
+    return Unavailable(f"{what}: {error.strerror or error}", retry_after=5.0)
