@@ -143,9 +143,21 @@ class AgentRegistry:
         return [agent.key, *self._drop(agent.keeps() | lost, agent)]
 
     def prune(self, agent: Agent, before: float) -> list[int]:
-        """Remove an agent's branches that began and were abandoned before that time.
+        """Remove the turns that `abandoned` returns; return their keys."""
+        return self.cut(agent, self.abandoned(agent, before))
 
-        Return the keys of removed turns that no other agent needs.
+    def cut(self, agent: Agent, turns: Sequence[Turn]) -> list[int]:
+        """Remove turns of an agent; return the keys of those that no other agent needs, which are gone then."""
+        if not turns:
+            return []
+        over = {turn.key for turn in turns}
+        agent.own = [turn for turn in agent.own if turn.key not in over]
+        return self._drop(over, agent)
+
+    def abandoned(self, agent: Agent, before: float) -> list[Turn]:
+        """Return the turns of branches that the agent began and abandoned before that time.
+
+        A turn that another agent has stays: it is in the log, and a restart would find it.
         """
         record = agent.record
         if record.moved >= before:
@@ -159,23 +171,24 @@ class AgentRegistry:
         agent.straight = kept.issuperset(turn.key for turn in agent.own)
         reach([*(turn for turn in agent.own if turn.at >= before or turn.key in left)], kept)
         gone = {turn.key for turn in agent.own} - kept
-        # A turn that another agent has stays: it is in the log, and a restart would find it.
-        dropped = self._drop(gone, agent) if gone else []
-        if dropped:
-            over = set(dropped)
-            agent.own = [turn for turn in agent.own if turn.key not in over]
-        return dropped
+        if gone:
+            gone -= self._needed_by_others(agent)
+        return [turn for turn in agent.own if turn.key in gone]
 
     def _drop(self, keys: set[int], agent: Agent) -> list[int]:
         """Remove those of an agent's turns that no other agent needs; return their keys."""
+        dropped = sorted(keys - self._needed_by_others(agent))
+        for key in dropped:
+            self._turns.pop(key, None)
+        return dropped
+
+    def _needed_by_others(self, agent: Agent) -> set[int]:
+        """Return the keys of all turns that forks of the agent's family need."""
         seen: set[int] = set()
         for other in self._agents.get(agent.tenant, {}).values():
             if other.root is agent.root and other is not agent:  # only forks share turns
-                needed = other.keeps(seen)
-                keys -= needed
-        for key in keys:
-            self._turns.pop(key, None)
-        return sorted(keys)
+                other.keeps(seen)
+        return seen
 
     # ------------------------------------------------------------------------------------------------------- loading
 

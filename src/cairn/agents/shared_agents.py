@@ -18,7 +18,7 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.kv import AgentKv, owners
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import EndRecord
+from cairn.agents.log.records import EndRecord, SavingsRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
@@ -39,13 +39,16 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
 from cairn.cluster.shared import SharedStore
+from cairn.system.concurrency import CountedLock
 from cairn.system.interfaces import Clock, Rng
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
 
 MOST_CHAINS = 10_000
-"""Most chains whose position is kept in memory; any other is read from its beginning."""
+"""Most chains whose position is kept in memory, beside those in use; any other is read from its beginning."""
+FORGET_AT_ONCE = 2
+"""Chains that are looked at, to forget them, with each new one. Those in use are passed over."""
 UNSHARED = ("resp_", "conv_")
 """Prefixes of ids of agents that keep a stored response or conversation: these are not shared."""
 RETRY_SECONDS = 1.0
@@ -55,12 +58,19 @@ RETRY_SECONDS = 1.0
 class _Followed:
     """A chain that this server follows."""
 
-    __slots__ = ("chain", "known", "lock")
+    __slots__ = ("applied", "chain", "known", "lock")
 
     def __init__(self, chain: AgentChain) -> None:
-        self.chain, self.lock = chain, asyncio.Lock()
+        self.chain, self.lock = chain, CountedLock()
         self.known = False
         """Whether the server's own copy of the agent agrees with the chain up to `chain.tail`."""
+        self.applied = 0
+        """How often records of others have changed the copy."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether it must not be forgotten: somebody reads or writes it, or a turn of this server runs in it."""
+        return bool(self.lock.users or (self.chain.mine and self.chain.tail.running))
 
 
 class SharedAgents:
@@ -110,11 +120,20 @@ class SharedAgents:
             chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
             found = self._followed[tenant, id] = _Followed(chain)
         self._followed.move_to_end((tenant, id))
-        for name in [name for name, one in self._followed.items() if not one.lock.locked()]:
-            if len(self._followed) <= MOST_CHAINS:
+        for _ in range(FORGET_AT_ONCE):
+            oldest = next(iter(self._followed))
+            if len(self._followed) <= MOST_CHAINS or oldest == (tenant, id):
                 break
-            del self._followed[name]
+            if self._needs(oldest):
+                self._followed.move_to_end(oldest)
+            else:
+                del self._followed[oldest]
         return found
+
+    def _needs(self, name: tuple[str, str]) -> bool:
+        """Return whether a chain is in use: then its position must not be forgotten."""
+        agent = self._registry.find(*name)
+        return self._followed[name].needed or (agent is not None and agent.busy)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -124,8 +143,14 @@ class SharedAgents:
         Raise Unavailable if the store does not answer, Damaged if the chain cannot be used.
         """
         followed = self._follow(tenant, id)
-        async with followed.lock:
-            await self._refresh(followed, tenant, id)
+        try:
+            async with followed.lock:
+                await self._refresh(followed, tenant, id)
+        finally:
+            # Whoever asks for agents that do not exist takes no room from those that do.
+            unknown = followed.chain.tail.kind == "gone" and self._registry.find(tenant, id) is None
+            if unknown and not followed.needed and self._followed.get((tenant, id)) is followed:
+                del self._followed[tenant, id]
 
     async def ensure(self, tenant: str, id: str) -> None:
         """Call `refresh`, unless the chain was read before and no failure has made the copy doubtful."""
@@ -143,21 +168,27 @@ class SharedAgents:
             if any(record.kind in ("made", "gone") for record in records):
                 followed.known = False
             elif records and agent is not None:
-                await self._apply(agent, records)
+                followed.known, followed.applied = False, followed.applied + 1
+                if not agent.busy:  # a turn that has begun meanwhile is built on the copy as it was
+                    followed.known = await self._apply(agent, records)
         if not followed.known:
             followed.chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
-            await self._rebuild(await followed.chain.news(), tenant, id)
-            followed.known = True
+            followed.known = await self._rebuild(await followed.chain.news(), tenant, id)
 
-    async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> None:
-        """Replace the server's own copy by the agent that a whole chain describes, if they differ."""
+    async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> bool:
+        """Replace the server's own copy by the agent that a whole chain describes, if they differ.
+
+        Return whether they agree then: a copy in use is not replaced.
+        """
         replayed = Replayed()
         for record in records:
             _replay(replayed, record)
         agent = self._registry.find(tenant, id)
         if agent is not None and records:
-            if agent.busy or replayed.same(agent):
-                return
+            if replayed.same(agent):
+                return True
+            if agent.busy:
+                return False
             if number := replayed.lost(agent):
                 raise Damaged(
                     f"the shared store has lost turn {number} of agent {id}, which this server acknowledged; export "
@@ -167,23 +198,31 @@ class SharedAgents:
             if replayed.record is None and agent.record.pinned:
                 self._kv.unpin_later(owners(agent), lambda: None)
         if replayed.record is None:
-            return
+            return True
         made, written = plant(replayed, self._writer.key, self._writer.record, tenant, id)
+        if agent is not None and agent.record.created == made.record.created:
+            made.savings = agent.savings
+            written.append(self._writer.record(RecordKind.SAVINGS, SavingsRecord(savings=made.savings), made.key))
         self._registry.add(made)
         await self._pending.sync(*written, self._pending.note(made))
         for turn in (*made.base.path(), *made.own):
             turn.release()
         if made.record.pinned:
             self._kv.pin_later(made)
+        return True
 
-    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> None:
-        """Apply records that other servers wrote to the server's own copy."""
+    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> bool:
+        """Apply records that other servers wrote to the server's own copy.
+
+        Return False if they name a turn that it does not have: then it must be made anew from the whole chain.
+        """
         written: list[Record] = []
-        before = agent.head
+        before, own, gone = agent.head, agent.own, set[int]()
         for record in records:
             if record.kind == "began":
                 shared = msgspec.msgpack.decode(record.body, type=SharedTurn)
-                parent = agent.turn(shared.began.parent)
+                if (parent := agent.turn(shared.began.parent)) is None:
+                    return False
                 turn, more = plant_turn(shared, self._writer.key(), agent.key, parent, self._writer.record)
                 self._registry.add_turn(agent, turn)
                 written += more
@@ -193,16 +232,23 @@ class SharedAgents:
                     ended.end(body.ended)
                     written.append(self._writer.record(RecordKind.END, body.ended, ended.key))
             elif record.kind == "changed":
-                changed = msgspec.msgpack.decode(record.body, type=SharedAgent).record
-                agent.record = keyed(changed, agent)
-                agent.used = max(agent.used, changed.used)
-                agent.head = agent.turn(changed.head) or agent.head
+                change = msgspec.msgpack.decode(record.body, type=SharedAgent)
+                if (head := agent.turn(change.record.head)) is None:
+                    return False
+                agent.record, agent.head = keyed(change.record, agent), head
+                agent.used = max(agent.used, change.record.used)
+                pruned = self._registry.cut(agent, [turn for turn in agent.own if turn.number in change.pruned])
+                self._pending.erase_later(pruned)
+                gone.update(pruned)
         agent.straight = False
         await self._pending.sync(*written, self._pending.note(agent))
         for turn in agent.own:
             turn.release()
         if agent.record.pinned and agent.head is not before:
             self._kv.pin_later(agent)
+        if gone:
+            await self._kv.collect(agent, [turn for turn in own if turn.key in gone])
+        return True
 
     # ------------------------------------------------------------------------------------------------------- writing
     # These raise Unavailable if the store does not answer or another server has the agent. The caller then undoes its
@@ -293,10 +339,43 @@ class SharedAgents:
     async def changed(self, agent: Agent) -> None:
         """Write the agent as it is now: its head, its pin, its metadata."""
         followed = self._follow(agent.tenant, agent.id)
+        applied = followed.applied
         async with followed.lock:
+            followed.known &= followed.applied == applied  # else the change may be overwritten in the copy
             await self._hold(followed, agent)
             running = followed.chain.tail.running if agent.running is not None else 0
             await self._append(followed, "changed", msgspec.msgpack.encode(SharedAgent(numbered(agent))), running)
+
+    async def prune(self, agent: Agent, before: float) -> Sequence[int]:
+        """Remove branches that were abandoned before that time, here and in the chain; return their turns' keys.
+
+        Only the server that wrote last does so, or any if that one is silent; the others follow when they read it.
+        Raise Unavailable or Damaged as `refresh` does.
+        """
+        followed = self._follow(agent.tenant, agent.id)
+        async with followed.lock:
+            await self._refresh(followed, agent.tenant, agent.id)
+            chain, tail = followed.chain, followed.chain.tail
+            if agent not in self._registry or agent.busy or not followed.known:
+                return ()
+            if tail.kind == "gone":  # it was made before the store was shared
+                return self._registry.prune(agent, before)
+            if tail.running or not (chain.mine or not self.beats.alive(tail.holder)):
+                return ()
+            turns = self._registry.abandoned(agent, before)
+            if not turns:
+                return ()
+            # At once, so that nobody goes on with them while the record is written.
+            keys = self._registry.cut(agent, turns)
+            try:
+                await self._hold(followed, agent)
+                body = SharedAgent(numbered(agent), pruned=tuple(turn.number for turn in turns))
+                await self._append(followed, "changed", msgspec.msgpack.encode(body))
+            except BaseException:
+                followed.known = False  # if the chain still has them, the agent is made anew with them
+                self._pending.erase_later(keys)
+                raise
+            return keys
 
     async def gone(self, agent: Agent) -> None:
         """Record that the agent is deleted, and remove its other records."""
@@ -317,7 +396,7 @@ class SharedAgents:
 
         Raise Moved if the server's own copy is doubtful, as after a refused end of a turn.
         """
-        if not followed.known:
+        if not followed.known or agent not in self._registry:
             raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
         await self._share(followed, agent)
         try:
@@ -332,10 +411,10 @@ class SharedAgents:
             return
         followed.known = False
         await followed.chain.expect_no_news()
-        turns = [agent.root, *agent.turns()]
-        finished = [turn for turn in turns if turn.state == "finished"]
-        body = shared_agent(agent, finished, await self._archive.contents(finished))
-        if agent.head.state != "finished":
+        # A turn that is about to run has a record of its own.
+        turns = [turn for turn in (agent.root, *agent.turns()) if turn.state != "running"]
+        body = shared_agent(agent, turns, await self._archive.contents(turns))
+        if agent.head.state == "running":
             under = agent.head.parent or agent.root
             record = msgspec.structs.replace(body.record, head=under.number, under=under.parent_number)
             body = SharedAgent(record, body.turns)
@@ -366,7 +445,7 @@ def _replay(replayed: Replayed, record: ChainRecord) -> None:
             case "ended":
                 replayed.ended(decode(record.body, type=SharedEnd))
             case "changed":
-                replayed.changed(decode(record.body, type=SharedAgent).record)
+                replayed.changed(decode(record.body, type=SharedAgent))
             case "gone":
                 replayed.gone()
     except (msgspec.DecodeError, ValueError) as error:

@@ -28,6 +28,7 @@ from cairn.agents.log.records import JournalRecord
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
 from cairn.cluster.guard import put, readable
 from cairn.cluster.shared import SharedStore
+from cairn.system.concurrency import CountedLock
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class _FollowedJournal:
     __slots__ = ("chain", "flushing", "known", "lock", "waiting")
 
     def __init__(self, chain: AgentChain) -> None:
-        self.chain, self.lock = chain, asyncio.Lock()
+        self.chain, self.lock = chain, CountedLock()
         self.known = False
         """Whether the server's own copy agrees with the chain up to `chain.tail`."""
         self.waiting: list[tuple[SharedEntry, asyncio.Future[None] | None]] = []
@@ -120,7 +121,7 @@ class _FollowedJournal:
     def needed(self) -> bool:
         """Whether it must not be forgotten: something is being read or written, or this server works on the journal."""
         at_work = self.chain.mine and self.chain.tail.running
-        return bool(self.lock.locked() or self.waiting or at_work)
+        return bool(self.lock.users or self.waiting or at_work)
 
     def refuse_waiting(self) -> None:
         """Refuse the entries that wait: they have numbers from before the news. Notes are in the next whole copy."""
