@@ -1,4 +1,4 @@
-"""Copies of shared agents: branches go everywhere or nowhere, and no copy in use is forgotten or out of date."""
+"""Copies of what servers share: branches go everywhere or nowhere, and no copy in use is forgotten or out of date."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
 from cairn.agents import shared_agents
-from cairn.agents.log.records import AgentRecord, EndRecord, TurnRecord
+from cairn.agents.log.records import AgentRecord, EndRecord, JournalRecord, TurnRecord
 from cairn.agents.shared_agents import FORGET_AT_ONCE, SharedAgents
 from cairn.agents.shared_bodies import Replayed, SharedAgent, SharedEnd, SharedTurn, numbered
+from cairn.agents.shared_journals import JournalMade, JournalName, SharedJournals
+from cairn.cluster.guard import Guarded
+from cairn.cluster.shared import SharedStore
+from cairn.system.posix import SystemClock
 from cairn.types.errors import Damaged, NotFound, Unavailable
 from tests.agents.house import House, hear
 from tests.agents.test_shared_agents import TwoServers, recovered, servers
+from tests.cluster.stores import MemoryBlobs, keys
 
 __all__ = ["servers"]
 DAY = 86_400.0
@@ -339,3 +344,27 @@ async def test_a_change_that_news_of_others_overtake_is_refused_and_not_lost(
     for house in (one, two):
         await house.agents.refresh("default", "ada")
         assert house.agents.get("default", "ada").metadata == {"by": "two"}
+
+
+# ---------------------------------------------------------------------------------------------------------- journals
+
+
+async def test_a_listed_journal_that_cannot_be_read_hides_no_other() -> None:
+    class Refusing(MemoryBlobs):
+        def read(self, name: str) -> bytes | None:
+            if name == bad:
+                raise OSError("bad sector")
+            return super().read(name)
+
+    blobs = Refusing()
+    bad = ""
+    one, two = (
+        SharedJournals(SharedStore(Guarded(blobs, SystemClock()), keys(number * 1000)), str(number), lambda _: True)
+        for number in (1, 2)
+    )
+    names = [JournalName("team", "default", id) for id in ("red", "blue")]
+    for name in names:
+        head = JournalRecord(room="team", tenant="default", id=name.id, created=1.0, body=b"")
+        await one.made(name, JournalMade(head))
+    bad = one._list_name(names[0])
+    assert await two.listed("team", "default") == {"blue": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: nothi
 from cairn.cluster import chain as chains
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Moved, Running
-from cairn.cluster.guard import AHEAD
+from cairn.cluster.guard import AHEAD, ObjectFailed
 from cairn.types.errors import CairnError, Damaged, Unavailable
 from tests.cluster.chain_simulator import (
     Acknowledged,
@@ -192,19 +193,23 @@ async def test_what_is_read_ahead_counts_only_up_to_the_first_record_that_is_mis
     assert [record.number for record in await two.news()] == list(range(5, 11)) and two.tail == one.tail
 
 
-async def test_a_read_ahead_that_fails_changes_nothing() -> None:
+@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_record_that_cannot_be_read_changes_nothing(number: int, alone: bool) -> None:
+    """The error names it if the store works otherwise."""
     blobs = MemoryBlobs()
     await written(blobs)
 
     class Failing(Awaited):
         async def read(self, name: str) -> bytes | None:
-            if name.endswith("0000000005"):
-                raise OSError("bad sector")
+            if name.endswith(f"000000000{number}"):
+                raise (ObjectFailed if alone else OSError)(errno.EIO, "bad sector")
             return await super().read(name)
 
     two = chain_of(blobs, "two", 2)
     two._blobs, before = Failing(blobs), two.tail
-    with pytest.raises(Unavailable, match="bad sector"):
+    refused, said = (Damaged, f"record {number} of agent ada .* bad sector") if alone else (Unavailable, "bad sector")
+    with pytest.raises(refused, match=said):
         await two.news()
     assert two.tail == before
 
@@ -419,7 +424,7 @@ def working(add: Callable[[SimulatedReplica, Acknowledged], Any]) -> Callable[[S
     return work
 
 
-RARE = (198, 269)
+RARE = (285, 295)
 """Histories that show `_EndsWithoutLooking`, which one in a hundred does."""
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
 from cairn.cluster import feed, shared_kv
-from cairn.cluster.feed import AT_ONCE, BATCH, Feed
+from cairn.cluster.feed import BATCH, Feed
 from cairn.cluster.guard import FAILURES, Guarded
 from cairn.cluster.shared_kv import QUEUE_BYTES, SharedChunks
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
@@ -196,7 +196,7 @@ def test_a_server_that_starts_writes_before_it_has_read_all_that_was_announced()
 def test_what_was_announced_is_read_with_several_requests_at_once() -> None:
     blobs, clock = MemoryBlobs(), Time()
     announced(blobs, clock, chain(40))
-    running = threading.Barrier(AT_ONCE)
+    running = threading.Barrier(4)
 
     def together(call: str, name: str) -> None:
         if call == "read":

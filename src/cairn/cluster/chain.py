@@ -104,12 +104,14 @@ class AgentChain:
         tail, found = self.tail, list[ChainRecord]()
         try:
             first = tail.number + 1 if tail.number >= 0 else await self._first()
-            data: bytes | OSError | None = await self._blobs.read(self._name(first))
+            data = await self._record(first)
             if data is None and await self._is_removed(tail.number + 1):
                 tail, first = Tail(), await self._first()
-                data = await self._blobs.read(self._name(first))
-            ahead, read = 1, deque[bytes | OSError | None]([data])
+                data = await self._record(first)
+            ahead, read = 1, deque[bytes | OSError | None]((data,))
             while (data := read.popleft()) is not None:
+                if isinstance(data, ObjectFailed):
+                    raise self._damaged(first + len(found), f"cannot be read: {data.strerror}")
                 if isinstance(data, OSError):
                     raise data
                 record, tail = self._check(data, first + len(found), tail)
@@ -121,6 +123,13 @@ class AgentChain:
             raise unavailable(error) from error
         self.tail = tail
         return found
+
+    async def _record(self, number: int) -> bytes | OSError | None:
+        """Return a record; None if there is none, its error if it alone cannot be read. Raise OSError."""
+        try:
+            return await self._blobs.read(self._name(number))
+        except ObjectFailed as error:
+            return error
 
     async def _is_removed(self, number: int) -> bool:
         """Return whether record `number` was there, and is removed because the agent is deleted. Raise OSError."""
