@@ -83,7 +83,7 @@ class SimulatedBlobs:
         data: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
         return data
 
-    async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
         """Read in any order: of reads at once a later one may be answered first."""
         found: dict[str, bytes | OSError | None] = {}
         for name in self._world.rng.sample(names, len(names)):

@@ -81,7 +81,7 @@ class Awaited:
     async def read(self, name: str) -> bytes | None:
         return self._blobs.read(name)
 
-    async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
         found: list[bytes | OSError | None] = []
         for name in names:
             try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from cairn.cluster import beats
 from cairn.cluster.beats import BEAT_SECONDS, FOLDER, LEASE_SECONDS, Beats
 from cairn.cluster.folder import FolderBlobs
 from cairn.system.posix import SystemFiles
@@ -63,6 +66,29 @@ async def test_a_replica_whose_beat_cannot_be_read_is_silent_and_the_others_are_
     await two.step()
     await one.step()
     assert one.alive("two")
+
+
+async def test_a_look_that_takes_long_holds_up_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "BEAT_SECONDS", 0.001)
+    blobs, clock, entered = MemoryBlobs(), Time(), asyncio.Event()
+
+    class Hanging(Awaited):
+        async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
+            entered.set()
+            await asyncio.Event().wait()
+            return []
+
+    (one,) = beats_of(Hanging(blobs), clock, "one")
+    one.start()
+    await entered.wait()
+    seen: set[bytes] = set()
+    for _ in range(10_000):
+        seen.add(blobs.objects[f"{FOLDER}/one"])
+        if len(seen) > 3:
+            break
+        await asyncio.sleep(0.001)
+    await one.close()
+    assert len(seen) > 3 and not blobs.objects
 
 
 async def test_looks_at_which_nothing_can_be_read_count_as_silence_of_nobody() -> None:

@@ -159,7 +159,7 @@ async def test_a_long_chain_is_read_with_several_requests_at_once() -> None:
             at_once.append(1)
             return await super().read(name)
 
-        async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+        async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
             found = await super().read_several(names)
             at_once[-len(names) :] = [len(names)]
             return found
@@ -179,7 +179,7 @@ async def test_what_is_read_ahead_counts_only_up_to_the_first_record_that_is_mis
     one = await written(blobs)
 
     class Late(Awaited):
-        async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+        async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
             found = list(await super().read_several(names))
             for at, name in enumerate(names):
                 if name.endswith("0000000005"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,37 @@ def test_after_a_pause_an_object_that_fails_does_not_prolong_it() -> None:
     breaker.worked()
     breaker.enter()
     assert not breaker.trouble
+
+
+async def test_reads_of_one_object_that_hang_do_not_take_all_threads() -> None:
+    ended = threading.Event()
+
+    class Hanging(MemoryBlobs):
+        def read(self, name: str) -> bytes | None:
+            if name == "hangs":
+                self.calls += 1
+                ended.wait(60)
+            return self.objects.get(name)
+
+    blobs, clock = Hanging(), Time()
+    blobs.objects["sound"] = b"data"
+    guarded = Guarded(blobs, clock, deadline=0.5)
+    for _ in range(FAILURES):
+        with pytest.raises(OSError, match="did not answer within"):
+            await guarded.soon.read("hangs")
+        assert await guarded.soon.read("sound") == b"data"
+    clock.seconds += 1.0
+    for _ in range(2 * THREADS):
+        with pytest.raises(ObjectFailed, match="earlier reads of it still hang"):
+            await guarded.soon.read("hangs")
+    assert blobs.calls == FAILURES
+    ended.set()
+    for _ in range(600):
+        with contextlib.suppress(ObjectFailed):
+            assert await guarded.soon.read("hangs") is None
+            break
+        await asyncio.sleep(0.01)
+    assert blobs.calls > FAILURES and await guarded.soon.read("sound") == b"data"
 
 
 async def test_those_who_read_many_objects_leave_threads_to_the_others() -> None:

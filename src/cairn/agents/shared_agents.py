@@ -8,6 +8,7 @@ acknowledge the turn. After a failed write nobody knows whether it is in the cha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -247,7 +248,8 @@ class SharedAgents:
         if agent.record.pinned and agent.head is not before:
             self._kv.pin_later(agent)
         if gone:
-            await self._kv.collect(agent, [turn for turn in own if turn.key in gone])
+            with contextlib.suppress(Unavailable, Damaged):  # then its KV expires
+                await self._kv.collect(agent, [turn for turn in own if turn.key in gone])
         return True
 
     # ------------------------------------------------------------------------------------------------------- writing

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -100,17 +100,29 @@ class Beats:
         return silent < LEASE_SECONDS
 
     async def _run(self) -> None:
+        await asyncio.gather(*map(self._repeat, (self._show, self._look)))
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do one of both for ever: a look that takes long holds up no beat."""
         while not self._closing:
             with contextlib.suppress(OSError):
-                await self.step()
+                await work()
             await asyncio.sleep(BEAT_SECONDS)
 
     async def step(self) -> None:
         """Beat once and look once. Raise OSError if the store fails."""
+        await self._show()
+        await self._look()
+
+    async def _show(self) -> None:
+        """Replace this replica's own beat."""
         self._beat += 1
         name = f"{FOLDER}/{self._holder}"
         own = {} if self.usage is None else dict(self.usage.own_usage())
         await self._blobs.replace(name, self._keys.seal(name, msgspec.msgpack.encode(_Beat(self._beat, own))))
+
+    async def _look(self) -> None:
+        """Read the beats of all, and count the silence of those that have not changed."""
         found = await self._read()
         now = self._clock.now()
         passed = 0.0 if self._looked is None else max(0.0, min(now - self._looked, GAP * BEAT_SECONDS))
@@ -132,7 +144,7 @@ class Beats:
         """Return the beats of all replicas that can be read. Raise OSError if none can."""
         found, failed = dict[str, bytes](), None
         names = await self._blobs.list(FOLDER)
-        for name, data in zip(names, await self._blobs.read_several(names), strict=True):
+        for name, data in zip(names, await self._blobs.read_several(names, waits=False), strict=True):
             if isinstance(data, OSError):
                 failed = data
             elif data is not None and (beat := self._keys.open(name, data)) is not None:

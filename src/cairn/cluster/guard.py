@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Sequence
@@ -52,8 +53,11 @@ class AsyncBlobs(Protocol):
         """See `Blobs`."""
         ...
 
-    async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
-        """Return for each name what `read` returns or raises. Several are read at once."""
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
+        """Return for each name what `read` returns or raises. Several are read at once.
+
+        With `waits`, at most AHEAD of all that are read like this; else each as soon as a thread is free.
+        """
         ...
 
     async def list(self, folder: str, after: str = "") -> Sequence[str]:
@@ -121,7 +125,7 @@ class Guarded:
     """A shared store that never holds up its callers for longer than their deadline. It is a `Blobs` itself."""
 
     def __init__(self, blobs: Blobs, clock: Clock, deadline: float = DEADLINE) -> None:
-        self._calls, self._deadline = _Calls(blobs), deadline
+        self._calls, self._deadline = _Calls(blobs, clock, deadline), deadline
         self._threads = DiskThreads(THREADS)
         self._breaker = Breaker(clock)
         self.ahead = asyncio.Semaphore(AHEAD)
@@ -204,8 +208,11 @@ class Guarded:
 class _Calls:
     """The calls of a store. They raise ObjectFailed for what fails while the store works otherwise."""
 
-    def __init__(self, blobs: Blobs) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: Blobs, clock: Clock, deadline: float) -> None:
+        self._blobs, self._clock, self._deadline = blobs, clock, deadline
+        self._lock = threading.Lock()
+        self._reading: dict[str, list[float]] = {}
+        """When the reads that go on have begun, by the object."""
 
     def create(self, name: str, data: bytes) -> bool:
         try:
@@ -222,10 +229,22 @@ class _Calls:
             raise self._writing(name, error) from error
 
     def read(self, name: str) -> bytes | None:
+        now = self._clock.now()
+        with self._lock:
+            begun = self._reading.setdefault(name, [])
+            # Each read that hangs has a thread for ever, so those of one object must not take all.
+            if sum(now - at > self._deadline for at in begun) >= FAILURES:
+                raise ObjectFailed(errno.ETIMEDOUT, f"{name} cannot be used: earlier reads of it still hang")
+            begun.append(now)
         try:
             return self._blobs.read(name)
         except OSError as error:
             raise self._of_one(name, error) from error
+        finally:
+            with self._lock:
+                begun.remove(now)
+                if not begun:
+                    del self._reading[name]
 
     def list(self, folder: str, after: str = "") -> Sequence[str]:
         try:
@@ -267,9 +286,9 @@ class _Soon:
     async def read(self, name: str) -> bytes | None:
         return await self._guarded.wait(self._guarded.submit(self._blobs.read, name))
 
-    async def read_several(self, names: Sequence[str]) -> Sequence[bytes | OSError | None]:
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
         async def one(name: str) -> bytes | OSError | None:
-            async with self._guarded.ahead:
+            async with self._guarded.ahead if waits else contextlib.nullcontext():
                 try:
                     return await self.read(name)
                 except OSError as error:
