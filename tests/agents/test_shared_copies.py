@@ -368,3 +368,28 @@ async def test_a_listed_journal_that_cannot_be_read_hides_no_other() -> None:
         await one.made(name, JournalMade(head))
     bad = one._list_name(names[0])
     assert await two.listed("team", "default") == {"blue": 1.0}
+
+
+class Body(msgspec.Struct):
+    """What a team of these tests holds."""
+
+    text: str = ""
+
+
+async def test_a_team_whose_record_cannot_be_read_keeps_no_other_from_being_listed(servers: TwoServers) -> None:
+    one, two = servers.one.agents.journals, servers.two.agents.journals
+    ids = [f"team{number}" for number in range(20)]
+    for id in ids:
+        await one.create("team", "default", id, Body())
+    assert one.shared is not None
+    bad = one.shared._follow(JournalName("team", "default", ids[0])).chain._name(0)
+
+    def fails(call: str, name: str) -> None:
+        if call == "read" and name == bad:
+            raise OSError("bad sector")
+
+    servers.blobs.before = fails
+    await two.refresh_listed("team", "default", ids)
+    assert sorted(journal.id for journal in two.of("team", "default")) == sorted(ids[1:])
+    with pytest.raises(Unavailable, match="record 0 of team team0 in the shared store cannot be read: bad sector"):
+        await two.refresh("team", "default", ids[0])

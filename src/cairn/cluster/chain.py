@@ -70,6 +70,14 @@ class Moved(Unavailable):
     """Another replica has written to the chain meanwhile. The caller may try again."""
 
 
+class RecordUnreadable(Unavailable):
+    """The store works, but one record of the chain cannot be read."""
+
+
+class Overtaken(Damaged):
+    """The agent was deleted while its records were read, several at once: they are of different times."""
+
+
 class Running(Unavailable):
     """A turn of the agent runs on another server."""
 
@@ -99,9 +107,17 @@ class AgentChain:
         """Return the records beyond the known end, in order, and know them from now on.
 
         If the next were removed, they begin with the record of the deletion. Raise Damaged for a record that fails a
-        check, Unavailable if the store does not answer. Then nothing is known that was not before.
+        check, Unavailable if the store does not answer or a record cannot be read. Then nothing is known that was not
+        before.
         """
-        tail, found = self.tail, list[ChainRecord]()
+        try:
+            return await self._news(self.tail)
+        except Overtaken:
+            return await self._news(Tail())
+
+    async def _news(self, tail: Tail) -> list[ChainRecord]:
+        """Return the records beyond `tail`, and know them from now on. Raise as `news` does, and Overtaken."""
+        found = list[ChainRecord]()
         try:
             first = tail.number + 1 if tail.number >= 0 else await self._first()
             data = await self._record(first)
@@ -110,11 +126,7 @@ class AgentChain:
                 data = await self._record(first)
             ahead, read = 1, deque[bytes | OSError | None]((data,))
             while (data := read.popleft()) is not None:
-                if isinstance(data, ObjectFailed):
-                    raise self._damaged(first + len(found), f"cannot be read: {data.strerror}")
-                if isinstance(data, OSError):
-                    raise data
-                record, tail = self._check(data, first + len(found), tail)
+                record, tail = await self._follows(data, first + len(found), tail)
                 found.append(record)
                 if not read:  # more at once each time: few are new at most looks, and many at the first
                     ahead, at = min(2 * ahead, AHEAD), first + len(found)
@@ -123,6 +135,22 @@ class AgentChain:
             raise unavailable(error) from error
         self.tail = tail
         return found
+
+    async def _follows(self, data: bytes | OSError, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
+        """Return what `_check` does. Raise as `news` does, and Overtaken."""
+        if isinstance(data, ObjectFailed):
+            raise RecordUnreadable(
+                f"record {number} of {self._subject} in the shared store cannot be read: {data.strerror}",
+                retry_after=5.0,
+            )
+        if isinstance(data, OSError):
+            raise data
+        try:
+            return self._check(data, number, tail)
+        except Damaged as error:
+            if await self._is_removed(number + 1):
+                raise Overtaken(str(error)) from error
+            raise
 
     async def _record(self, number: int) -> bytes | OSError | None:
         """Return a record; None if there is none, its error if it alone cannot be read. Raise OSError."""
