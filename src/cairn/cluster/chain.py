@@ -35,6 +35,8 @@ from cairn.types.errors import Conflict, Damaged, Unavailable
 Kind = Literal["made", "began", "ended", "changed", "taken", "gone"]
 FIRST: frozenset[Kind] = frozenset({"made", "gone"})
 """Kinds that need nothing before them: what came before may be removed."""
+READS = 4
+"""Times that a chain is read if it is deleted meanwhile."""
 TRIES = 2
 """Tries of an append whose outcome is unknown. It is the same object each time."""
 
@@ -110,10 +112,13 @@ class AgentChain:
         check, Unavailable if the store does not answer or a record cannot be read. Then nothing is known that was not
         before.
         """
-        try:
-            return await self._news(self.tail)
-        except Overtaken:
-            return await self._news(Tail())
+        for left, tail in zip(reversed(range(READS)), (self.tail, *[Tail()] * READS), strict=False):
+            try:
+                return await self._news(tail)
+            except Overtaken:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     async def _news(self, tail: Tail) -> list[ChainRecord]:
         """Return the records beyond `tail`, and know them from now on. Raise as `news` does, and Overtaken."""
