@@ -391,5 +391,5 @@ async def test_a_team_whose_record_cannot_be_read_keeps_no_other_from_being_list
     servers.blobs.before = fails
     await two.refresh_listed("team", "default", ids)
     assert sorted(journal.id for journal in two.of("team", "default")) == sorted(ids[1:])
-    with pytest.raises(Unavailable, match="record 0 of team team0 in the shared store cannot be read: .* bad sector"):
+    with pytest.raises(Unavailable, match=r"record 0 of team team0 in the shared store cannot be read: .* bad sector"):
         await two.refresh("team", "default", ids[0])

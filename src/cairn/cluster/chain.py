@@ -153,7 +153,7 @@ class AgentChain:
         try:
             return self._check(data, number, tail)
         except Damaged as error:
-            if await self._is_removed(number + 1):
+            if await self._is_removed(number):
                 raise Overtaken(str(error)) from error
             raise
 
