@@ -73,10 +73,12 @@ class Replayed:
         self.record: AgentRecord | None = None
         """The agent's record; None before `made` and after `gone`."""
         self.turns: dict[int, SharedTurn] = {}
+        self.used = 0.0
+        """When it was last used, by the clocks of those who used it."""
 
     def made(self, body: SharedAgent) -> None:
         """Start over with a new agent."""
-        self.record = body.record
+        self.record, self.used = body.record, body.record.used
         self.turns = {one.began.number: one for one in body.turns}
 
     def gone(self) -> None:
@@ -85,16 +87,18 @@ class Replayed:
 
     def changed(self, record: AgentRecord) -> None:
         """Replace the agent's record."""
-        self.record = record
+        self.record, self.used = record, max(self.used, record.used)
 
     def began(self, turn: SharedTurn) -> None:
         """Add a turn and make it the head."""
         self.turns[turn.began.number] = turn
+        self.used = max(self.used, turn.began.began)
         if self.record is not None:
             self.record = msgspec.structs.replace(self.record, head=turn.began.number, under=turn.began.parent)
 
     def ended(self, body: SharedEnd) -> None:
         """End a turn."""
+        self.used = max(self.used, body.ended.ended)
         if (turn := self.turns.get(body.number)) is not None:
             self.turns[body.number] = msgspec.structs.replace(turn, ended=body.ended)
 
@@ -103,7 +107,7 @@ class Replayed:
         record = self.record
         if record is None or record.created != agent.record.created or record.head != agent.head.number:
             return False
-        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.at) for turn in agent.turns()}
+        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.began) for turn in agent.turns()}
         there = {
             number: (turn.began.parent, turn.ended is not None and turn.ended.state == "finished", turn.began.began)
             for number, turn in self.turns.items()
@@ -121,7 +125,7 @@ class Replayed:
             return 0
         known = {(number, turn.began.began) for number, turn in self.turns.items()}
         missing = (
-            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.at) not in known
+            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.began) not in known
         )
         return next(missing, 0)
 

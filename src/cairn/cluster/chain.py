@@ -14,15 +14,17 @@ The number alone is the name. If the epoch were a part of it, a holder that lost
 of its own epoch beside those of the next.
 
 When an agent is deleted, all records before the last are removed. A replica that had not read them all finds nothing
-under its next number, and could write there: `gone` tells it.
+under its next number, and can create a record there: `gone` tells it afterwards, and tells all readers to pass that
+record over.
 
 No clock is needed for that. Whether a holder is alive (`beats.py`) only decides how soon another one may interrupt it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -118,16 +120,19 @@ class AgentChain:
 
     async def _is_removed(self, number: int) -> bool:
         """Return whether record `number` was there, and is removed because the agent is deleted. Raise OSError."""
-        if not number:
-            return False
+        return number > 0 and await self._deletion() >= number
+
+    async def _deletion(self) -> int:
+        """Return the number of the newest record that deleted the agent; -1 if there is none. Raise OSError."""
         data = await self._blobs.read(self._gone)
         content = None if data is None else self._keys.open(self._gone, data)
-        return content is not None and int.from_bytes(content, "big") >= number
+        return -1 if content is None else int.from_bytes(content, "big")
 
     async def _first(self) -> int:
+        """Return the number of the first record that counts; 0 if there is none. Raise OSError."""
         names = await self._blobs.list(self._folder)
-        numbers = [name.rsplit("/", 1)[-1] for name in names]
-        return min((int(one) for one in numbers if len(one) == 10 and one.isdigit()), default=0)
+        first = await self._deletion() if self._gone in names else 0
+        return min((number for number in _numbers(names) if number >= first), default=0)
 
     def _check(self, data: bytes, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
         """Return a record that follows `tail`, and the new tail."""
@@ -149,8 +154,8 @@ class AgentChain:
     async def append(self, kind: Kind, body: bytes = b"", running: int = 0) -> None:
         """Write the next record. On return it is acknowledged and durable.
 
-        Raise Moved if another replica wrote one there, Unavailable if the store does not answer; then the record may be
-        there or not, which the next `news` tells.
+        Raise Moved if another replica wrote one there or has deleted the agent, Unavailable if the store does not
+        answer; then the record may be there or not, which the next `news` tells.
         """
         tail = self.tail
         record = ChainRecord(
@@ -166,7 +171,22 @@ class AgentChain:
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
             raise self.moved()
+        await self._check_counts(record.number)
         self.tail = _after(record, content, tail)
+
+    async def _check_counts(self, number: int) -> None:
+        """Raise Moved if this replica created a record whose number was free again: the agent is deleted.
+
+        `forget` writes `gone` before it removes anything, so a look after the creation finds it.
+        """
+        try:
+            if number >= await self._deletion():
+                return
+            with contextlib.suppress(OSError):  # nobody reads it
+                await self._blobs.delete([self._name(number)])
+        except OSError as error:
+            raise unavailable(error) from error
+        raise self.moved()
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
         """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
@@ -225,25 +245,43 @@ class AgentChain:
     async def forget(self) -> None:
         """Remove all records before the last one, which deleted the agent. Raise Unavailable as `append` does."""
         try:
-            last = self._name(self.tail.number)
-            data = self._keys.seal(self._gone, self.tail.number.to_bytes(8, "big"))
-            await put(self._blobs, self._gone, data)
-            await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
+            last = self.tail.number
+            if await self._deletion() < last:  # another replica may have deleted a later agent of this name
+                await put(self._blobs, self._gone, self._keys.seal(self._gone, last.to_bytes(8, "big")))
+            names = await self._blobs.list(self._folder)
+            await self._blobs.delete([name for name in names if name < self._name(last)])
         except OSError as error:
             raise unavailable(error) from error
 
     async def erase(self) -> None:
-        """Remove all records. Raise Unavailable if the store does not answer."""
+        """Delete an agent whose records cannot be used, and remove them. Raise as `append` does.
+
+        The deletion follows no record. There is none under the number before it: a replica that has read the last of
+        the others finds nothing there, and then the deletion.
+        """
         try:
-            await self._blobs.delete(await self._blobs.list(self._folder))
+            last = max((await self._deletion(), *_numbers(await self._blobs.list(self._folder))))
         except OSError as error:
             raise unavailable(error) from error
+        before, self.tail = self.tail, Tail(number=last + 1)
+        try:
+            await self.append("gone")
+        except BaseException:
+            self.tail = before
+            raise
+        await self.forget()
 
     def _name(self, number: int) -> str:
         return f"{self._folder}/{number:010d}"
 
     def _damaged(self, number: int, what: str) -> Damaged:
         return Damaged(f"record {number} of {self._subject} in the shared store {what}; nothing is built on it")
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of the records among these objects."""
+    ends = (name.rsplit("/", 1)[-1] for name in names)
+    return [int(end) for end in ends if len(end) == 10 and end.isdigit()]
 
 
 def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
