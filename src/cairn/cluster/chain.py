@@ -113,10 +113,22 @@ class AgentChain:
                 record, tail = self._check(data, first + len(found), tail)
                 found.append(record)
                 data = await self._blobs.read(self._name(first + len(found)))
+            removed = bool(found) and await self._is_removed(tail.number + 1)
         except OSError as error:
             raise unavailable(error) from error
+        if removed:  # while they were read, or before, and somebody wrote under a number that was free again
+            return await self._all()
         self.tail = tail
         return found
+
+    async def _all(self) -> list[ChainRecord]:
+        """Return all records that count, and know them from now on. Raise as `news` does."""
+        before, self.tail = self.tail, Tail()
+        try:
+            return await self.news()
+        except BaseException:
+            self.tail = before
+            raise
 
     async def _is_removed(self, number: int) -> bool:
         """Return whether record `number` was there, and is removed because the agent is deleted. Raise OSError."""
