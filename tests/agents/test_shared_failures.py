@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import threading
+from array import array
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,8 +21,12 @@ from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.http.call import HTTPCall
 from cairn.cluster.chain import AgentChain, Kind
 from cairn.frontend.request_options import SamplingOptions
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.errors import CairnError, Conflict, Damaged, NotFound, Overloaded, Unavailable
-from tests.agents.house import House, hear
+from cairn.types.outputs import Done, FinishReason, Usage
+from cairn.types.stats import CacheReport
+from tests.agents.house import FOLDER, House, hear
 from tests.agents.test_shared_agents import TwoServers, recovered, servers
 from tests.files import Fault
 
@@ -84,6 +89,8 @@ async def test_an_agent_with_a_time_to_live_stays_while_another_server_uses_it(s
     await two.agents.refresh("default", "ada")
     two.clock.ahead = 2 * 3600.0
     await servers.say(one, "first")
+    with pytest.raises(Conflict, match="already"):
+        await two.agents.create("default", id="ada")
     await two.agents.tend()
     assert two.agents.get("default", "ada").turns == 1, "it was used an hour ago at most"
     assert len(await servers.turns(one)) == 1
@@ -211,6 +218,7 @@ async def test_a_change_as_a_turn_ends_costs_nothing(servers: TwoServers, change
     await agents.create("default", id="ada")
     turn = await servers.one.begin("ada", "hello")
     looks, ended = threading.Event(), threading.Event()
+    shared_by(servers.one)._store.blobs._deadline = 60.0
 
     def before(call: str, name: str) -> None:
         if call == "read" and name.startswith("agents/") and not looks.is_set():
@@ -324,7 +332,7 @@ async def test_a_turn_of_unknown_beginning_is_ended_though_the_agent_was_read_ag
 async def interrupted(servers: TwoServers) -> str:
     """Make an agent whose turn was interrupted after some tokens; return their text."""
     await servers.one.agents.create("default", id="ada")
-    long = SamplingOptions(temperature=0, max_tokens=100, ignore_eos=True)
+    long = SamplingOptions(temperature=0, max_tokens=1900, ignore_eos=True)
     heard = await hear(await servers.one.begin("ada", "hello", options=long), stop_after=3)
     await until_free(servers, servers.two)
     return heard.text
@@ -490,6 +498,32 @@ async def test_tokens_of_chats_go_with_an_agent_that_cannot_be_read(servers: Two
     await two.agents.create("default", id="ada")
     said = await servers.say(one, "a new one")
     assert await servers.turns(two) == [(1, "finished", said)]
+
+
+async def test_tokens_of_chats_go_from_other_servers_disks_too(servers: TwoServers) -> None:
+    one, two = servers.one, servers.two
+    await one.agents.create("default", id="ada")
+    await two.agents.refresh("default", "ada")
+    agent, secret = two.agents._find("default", "ada"), array("I", [7_654_321] * 50)
+    sampled = Sampled(b"before", AnswerIdentity("seen", ""), secret, 0)
+    two.agents.chats.remember(
+        "default",
+        agent,
+        [1, 2, 3],
+        Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_tokens=50), cache=CacheReport()),
+        sampled,
+        b"model",
+    )
+    await two.agents.chats.written()
+    assert kept_by(two, secret)
+    await one.agents.delete("default", "ada")
+    await two.agents.refresh("default", "ada")
+    await two.agents.tend()
+    assert not kept_by(two, secret)
+
+
+def kept_by(house: House, ids: array[int]) -> bool:
+    return any(ids.tobytes() in data for data in house.files.files(FOLDER).values())
 
 
 async def test_work_whose_journal_could_not_be_removed_is_ended(servers: TwoServers) -> None:

@@ -254,21 +254,38 @@ async def test_a_deletion_of_what_cannot_be_read_is_one_for_all(at: int) -> None
     assert [record.body for record in await fresh.news()] == [b"again"]
 
 
+async def test_records_that_a_deletion_left_are_removed_by_the_next_reader() -> None:
+    blobs = MemoryBlobs()
+    one = await written(blobs)
+    await one.append("gone")
+    delete = blobs.delete
+
+    def fails(names: object) -> None:
+        raise OSError("it was killed here")
+
+    blobs.delete = fails  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await one.forget()
+    assert [record.kind for record in await chain_of(blobs, "two", 2).news()] == ["gone"]
+    blobs.delete = delete  # type: ignore[method-assign]
+    assert [record.kind for record in await chain_of(blobs, "three", 3).news()] == ["gone"]
+    assert numbers(blobs) == ["11", "gone"]
+
+
 async def test_a_late_deletion_does_not_hide_a_later_one() -> None:
     blobs = MemoryBlobs()
     one = await written(blobs)
-    late = chain_of(blobs, "late", 2)
+    late, reader = chain_of(blobs, "late", 2), chain_of(blobs, "reader", 3)
     await one.append("gone")
     await late.news()  # it is about to remove the records
+    await reader.news()
     await one.forget()
     await one.append("made", b"again")
-    early = chain_of(blobs, "early", 3)
-    await early.news()
     await one.append("gone")
     await one.forget()
     await late.forget()
     with pytest.raises(Moved):
-        await early.append("changed")
+        await reader.append("made", b"mine")
     assert [record.kind for record in await chain_of(blobs, "new", 4).news()] == ["gone"]
 
 

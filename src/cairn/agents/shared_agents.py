@@ -172,6 +172,8 @@ class SharedAgents:
                     "the agent here, delete it, and import it"
                 )
             self._pending.erase_later(self._registry.remove(agent))
+            if replayed.record is None:
+                self._pending.erase_replays(agent.key)
             if replayed.record is None and agent.record.pinned:
                 self._kv.unpin_later(owners(agent), lambda: None)
         if replayed.record is None:
@@ -364,9 +366,9 @@ class SharedAgents:
 
     async def _forget(self, chain: AgentChain, tenant: str, id: str) -> None:
         """Remove from the store what a deleted agent has left there. Raise Unavailable if the store does not answer."""
-        await chain.forget()
         if self.replays is not None:
             await self.replays.forget(tenant, id)
+        await chain.forget()
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
         """Acquire the right to write to the chain; see `AgentChain.hold`.

@@ -352,13 +352,13 @@ class SharedJournals:
 
     async def _forget(self, chain: AgentChain, name: JournalName) -> None:
         """Remove from the store what a deleted journal has left there. Raise Unavailable as `listed` does."""
-        await chain.forget()
         at = self._list_name(name)
         self._listed.pop(at, None)
         try:
             await self._store.blobs.soon.delete([at])
         except OSError as error:
             raise unavailable(error) from error
+        await chain.forget()
 
     async def _change(
         self, followed: _FollowedJournal, name: JournalName, change: EntriesAdded | EntriesRemoved, whole: Whole

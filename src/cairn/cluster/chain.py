@@ -144,7 +144,11 @@ class AgentChain:
         """Return the number of the first record that counts; 0 if there is none. Raise OSError."""
         names = await self._blobs.list(self._folder)
         first = await self._deletion() if self._gone in names else 0
-        return min((number for number in _numbers(names) if number >= first), default=0)
+        numbers = sorted(_numbers(names))
+        if numbers and numbers[0] < first:  # whoever deleted the agent did not get that far
+            with contextlib.suppress(OSError):
+                await self._blobs.delete([self._name(number) for number in numbers if number < first])
+        return min((number for number in numbers if number >= first), default=0)
 
     def _check(self, data: bytes, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
         """Return a record that follows `tail`, and the new tail."""
