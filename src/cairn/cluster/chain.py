@@ -103,8 +103,10 @@ class AgentChain:
         check, Unavailable if the store does not answer. Then nothing is known that was not before.
         """
         tail, found = self.tail, list[ChainRecord]()
+        first = tail.number + 1
         try:
-            first = tail.number + 1 if tail.number >= 0 else await self._first()
+            if not first:
+                first = await self._first()
             data = await self._blobs.read(self._name(first))
             if data is None and await self._is_removed(tail.number + 1):
                 tail, first = Tail(), await self._first()
@@ -114,9 +116,13 @@ class AgentChain:
                 found.append(record)
                 data = await self._blobs.read(self._name(first + len(found)))
             removed = bool(found) and await self._is_removed(tail.number + 1)
+        except Damaged:
+            removed = await self._is_passed_over(self.tail.number if self.tail.number >= 0 else first)
+            if not removed:
+                raise
         except OSError as error:
             raise unavailable(error) from error
-        if removed:  # while they were read, or before, and somebody wrote under a number that was free again
+        if removed:  # meanwhile, or before, and what was read was written under a number that was free again
             return await self._all()
         self.tail = tail
         return found
@@ -195,14 +201,17 @@ class AgentChain:
 
         `forget` writes `gone` before it removes anything, so a look after the creation finds it.
         """
-        try:
-            if number >= await self._deletion():
-                return
+        if await self._is_passed_over(number):
             with contextlib.suppress(OSError):  # nobody reads it
                 await self._blobs.delete([self._name(number)])
+            raise self.moved()
+
+    async def _is_passed_over(self, number: int) -> bool:
+        """Return whether readers pass record `number` over: a later one deleted the agent. Raise as `append` does."""
+        try:
+            return number < await self._deletion()
         except OSError as error:
             raise unavailable(error) from error
-        raise self.moved()
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
         """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
