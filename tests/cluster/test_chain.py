@@ -393,9 +393,9 @@ class _EndsWithoutLooking(AgentChain):
         await self.append("ended", body)
 
 
-class _WritesWhereAnotherDeleted(AgentChain):
-    async def _check_counts(self, number: int) -> None:
-        return
+class _TakesFreeNumbersForNew(AgentChain):
+    async def _is_passed_over(self, number: int) -> bool:
+        return False
 
 
 class _AcknowledgesFirst(AgentChain):
@@ -501,7 +501,7 @@ RARE = (60, 414)
         {"chains": _BeginsAtTheOldEnd},
         {"run_turn": _sees_late},
         {"run_turn": _acknowledges_what_failed},
-        {"chains": _WritesWhereAnotherDeleted, "checked": check_deletions, "run_turn": run_or_delete},
+        {"chains": _TakesFreeNumbersForNew, "checked": check_deletions, "run_turn": run_or_delete},
     ],
     ids=lambda bug: next(iter(bug.values())).__name__,
 )

@@ -2,6 +2,7 @@
 
     agents/NAME/0000000000, agents/NAME/0000000001, ...
     agents/NAME/gone            the number of the record that deleted it, once those before are removed
+    agents/NAME/gone-0000000007 the same for a later agent of that name; the highest number counts
 
 Journals of teams and workflow runs have chains of the same form, below `teams/` and `runs/`.
 
@@ -29,7 +30,7 @@ from typing import Literal
 
 import msgspec
 
-from cairn.cluster.guard import AsyncBlobs, put
+from cairn.cluster.guard import AsyncBlobs
 from cairn.cluster.keys import ClusterKeys
 from cairn.types.errors import Conflict, Damaged, Unavailable
 
@@ -143,8 +144,14 @@ class AgentChain:
     async def _deletion(self) -> int:
         """Return the number of the newest record that deleted the agent; -1 if there is none. Raise OSError."""
         data = await self._blobs.read(self._gone)
-        content = None if data is None else self._keys.open(self._gone, data)
-        return -1 if content is None else int.from_bytes(content, "big")
+        if data is None:
+            return -1
+        for name in reversed([one for one in await self._blobs.list(self._folder) if one.startswith(self._gone)]):
+            data = await self._blobs.read(name)
+            content = None if data is None else self._keys.open(name, data)
+            if content is not None:
+                return int.from_bytes(content, "big")
+        return -1
 
     async def _first(self) -> int:
         """Return the number of the first record that counts; 0 if there is none. Raise OSError."""
@@ -271,10 +278,15 @@ class AgentChain:
         """Remove all records before the last one, which deleted the agent. Raise Unavailable as `append` does."""
         try:
             last = self.tail.number
-            if await self._deletion() < last:  # another replica may have deleted a later agent of this name
-                await put(self._blobs, self._gone, self._keys.seal(self._gone, last.to_bytes(8, "big")))
+            if await self._deletion() < last:
+                # Never replaced: a replica that is late would hide the deletion of a later agent of this name.
+                for name in (self._gone, f"{self._gone}-{last:010d}"):
+                    if await self._blobs.create(name, self._keys.seal(name, last.to_bytes(8, "big"))):
+                        break
             names = await self._blobs.list(self._folder)
-            await self._blobs.delete([name for name in names if name < self._name(last)])
+            before = [name for name in names if name < self._name(last)]
+            late = [name for name in names if f"{self._gone}-" <= name < f"{self._gone}-{last:010d}"]
+            await self._blobs.delete(before + late)
         except OSError as error:
             raise unavailable(error) from error
 
