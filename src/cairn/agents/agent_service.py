@@ -103,8 +103,14 @@ class AgentService:
         return turn
 
     async def free_id(self, tenant: str, id: str | None) -> None:
-        """Delete the agent of that id if it has outlived its time to live, so that the id is free."""
+        """Delete the agent of that id if it has outlived its time to live, so that the id is free.
+
+        Other servers may have used or deleted it since. Raise as `SharedAgents.refresh` does.
+        """
         agent = self.registry.find(tenant, id) if id is not None else None
+        if agent is not None and (shared := self.sharing(agent)) is not None:
+            await shared.refresh(tenant, agent.id)
+            agent = self.registry.find(tenant, agent.id)
         if agent is not None and agent.expired(self.pending.now()):
             await self.remove(agent)
 

@@ -19,7 +19,7 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.kv import AgentKv, owners
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import EndRecord, SavingsRecord
+from cairn.agents.log.records import EndRecord, SavingsRecord, pack, unpack
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer_thread import Writer
 from cairn.agents.pending_writes import PendingWrites
@@ -166,24 +166,27 @@ class SharedAgents:
             followed.known = False  # it was removed here alone
         if followed.known:
             records = await followed.chain.news()
-            if any(record.kind in ("made", "gone") for record in records):
-                followed.known = False
-            elif records and agent is not None:
-                followed.known, followed.applied = False, followed.applied + 1
+            followed.known = not records  # the chain has them now, and the copy only once they are applied
+            if records and agent is not None and not any(record.kind in ("made", "gone") for record in records):
+                followed.applied += 1
                 if not agent.busy:  # a turn that has begun meanwhile is built on the copy as it was
                     followed.known = await self._apply(agent, records)
         if not followed.known:
-            followed.chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
-            followed.known = await self._rebuild(await followed.chain.news(), tenant, id)
+            chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
+            records = await chain.news()
+            followed.chain = chain  # not before: the end of a turn needs to know where the turn began
+            if len(records) > 1 and chain.tail.kind == "gone":
+                await self._forget(chain, tenant, id)  # whoever deleted the agent did not get that far
+            followed.known = await self._rebuild(records, tenant, id)
 
     async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> bool:
         """Replace the server's own copy by the agent that a whole chain describes, if they differ.
 
-        Return whether they agree then: a copy in use is not replaced.
+        Return whether they agree then; while a turn of the agent runs here, its copy stays as it is.
         """
         replayed = Replayed()
         for record in records:
-            _replay(replayed, record)
+            _replay(replayed, id, record)
         agent = self._registry.find(tenant, id)
         if agent is not None and records:
             if replayed.same(agent):
@@ -196,6 +199,8 @@ class SharedAgents:
                     "the agent here, delete it, and import it"
                 )
             self._pending.erase_later(self._registry.remove(agent))
+            if replayed.record is None:
+                self._pending.erase_replays(agent.key)
             if replayed.record is None and agent.record.pinned:
                 self._kv.unpin_later(owners(agent), lambda: None)
         if replayed.record is None:
@@ -204,45 +209,64 @@ class SharedAgents:
         if agent is not None and agent.record.created == made.record.created:
             made.savings = agent.savings
             written.append(self._writer.record(RecordKind.SAVINGS, SavingsRecord(savings=made.savings), made.key))
+        self._used(made, replayed.used)
         self._registry.add(made)
-        await self._pending.sync(*written, self._pending.note(made))
+        await self._write(made, written)
         for turn in (*made.base.path(), *made.own):
             turn.release()
         if made.record.pinned:
             self._kv.pin_later(made)
         return True
 
-    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> bool:
-        """Apply records that other servers wrote to the server's own copy.
+    def _used(self, agent: Agent, at: float) -> None:
+        """Note that another server used an agent at a time of that server's clock.
 
-        Return False if they name a turn that it does not have: then it must be made anew from the whole chain.
+        An agent with a time to live counts as used now: it must not expire because the clocks differ.
         """
+        agent.used = max(agent.used, at) if agent.record.ttl is None else self._pending.now()
+
+    async def _write(self, agent: Agent, written: Sequence[Record]) -> None:
+        """Write what others did to an agent, and the agent. Raise Unavailable if the disk refuses: it follows later."""
+        records = (*written, self._pending.note(agent))
+        try:
+            await self._pending.sync(*records)
+        except BaseException:
+            for record in records:
+                self._pending.keep(record)
+            raise
+
+    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> bool:
+        """Apply records that other servers wrote to the server's own copy. Raise Damaged, and apply none, for bad ones.
+
+        Return False if they name a turn that it does not have: then it must be made anew from the whole chain. Raise
+        Unavailable if the disk refuses them.
+        """
+        bodies = [_body(agent.id, record) for record in records]
         written: list[Record] = []
         before, own, gone = agent.head, agent.own, set[int]()
-        for record in records:
-            if record.kind == "began":
-                shared = msgspec.msgpack.decode(record.body, type=SharedTurn)
-                if (parent := agent.turn(shared.began.parent)) is None:
+        for body in bodies:
+            if isinstance(body, SharedTurn):
+                if (parent := agent.turn(body.began.parent)) is None:
                     return False
-                turn, more = plant_turn(shared, self._writer.key(), agent.key, parent, self._writer.record)
+                turn, more = plant_turn(body, self._writer.key(), agent.key, parent, self._writer.record)
                 self._registry.add_turn(agent, turn)
                 written += more
-            elif record.kind == "ended":
-                body = msgspec.msgpack.decode(record.body, type=SharedEnd)
+                self._used(agent, body.began.began)
+            elif isinstance(body, SharedEnd):
                 if (ended := agent.turn(body.number)) is not None:
                     ended.end(body.ended)
                     written.append(self._writer.record(RecordKind.END, body.ended, ended.key))
-            elif record.kind == "changed":
-                change = msgspec.msgpack.decode(record.body, type=SharedAgent)
-                if (head := agent.turn(change.record.head)) is None:
+                self._used(agent, body.ended.ended)
+            elif isinstance(body, SharedAgent):
+                if (head := agent.turn(body.record.head)) is None:
                     return False
-                agent.record, agent.head = keyed(change.record, agent), head
-                agent.used = max(agent.used, change.record.used)
-                pruned = self._registry.cut(agent, [turn for turn in agent.own if turn.number in change.pruned])
+                agent.record, agent.head = keyed(body.record, agent), head
+                self._used(agent, body.record.used)
+                pruned = self._registry.cut(agent, [turn for turn in agent.own if turn.number in body.pruned])
                 self._pending.erase_later(pruned)
                 gone.update(pruned)
         agent.straight = False
-        await self._pending.sync(*written, self._pending.note(agent))
+        await self._write(agent, written)
         for turn in agent.own:
             turn.release()
         if agent.record.pinned and agent.head is not before:
@@ -281,25 +305,34 @@ class SharedAgents:
             except Moved:
                 raise
             except BaseException:  # it may be there
-                self._settle_later(agent, turn, _interrupted(turn.at), followed.chain.tail.number + 1)
+                self._settle_later(agent, turn, _interrupted(turn.began), followed.chain.tail.number + 1)
                 raise
 
     async def resumed(self, agent: Agent) -> None:
         """Take over the interrupted turn at the head. Raise Conflict while it runs on another server."""
-        followed = self._follow(agent.tenant, agent.id)
+        followed, turn = self._follow(agent.tenant, agent.id), agent.head
         async with followed.lock:
+            self._check_known(followed, agent)
             await self._share(followed, agent)
             if await followed.chain.news():
                 followed.known = False
                 raise Conflict(f"another server has gone on with agent {agent.id}")
             followed.chain.check_free(self.beats.alive)
-            await self._append(followed, "taken", b"", agent.head.number)
+            try:
+                await self._append(followed, "taken", b"", turn.number)
+            except Moved:
+                raise
+            except BaseException:  # it may be there
+                self._settle_later(agent, turn, _interrupted_end(turn), followed.chain.tail.number + 1)
+                raise
 
     async def ended(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
         """Write the end of a turn. When it returns, the turn is acknowledged."""
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
             try:
+                if not followed.known:  # a change during the turn may be there, though its outcome was unknown
+                    await followed.chain.news()
                 await followed.chain.end(turn.number, msgspec.msgpack.encode(SharedEnd(turn.number, end)))
             except BaseException as error:
                 # In memory the turn has ended; the next `refresh` tells whether it has in the chain.
@@ -315,11 +348,15 @@ class SharedAgents:
         """
         self._settle_later(agent, turn, end, self._follow(agent.tenant, agent.id).chain.tail.since)
 
+    def not_resumed(self, agent: Agent) -> None:
+        """Write later that the turn at the head, which `resumed` took over, does not run after all."""
+        self.ended_later(agent, agent.head, _interrupted_end(agent.head))
+
     def _settle_later(self, agent: Agent, turn: Turn, end: EndRecord, since: int) -> None:
         """Write the end of the turn that record `since` of the chain began, if it still runs there."""
 
         async def write() -> None:
-            while agent in self._registry and since >= 0:
+            while since >= 0:  # also once the agent was read again or deleted here: the chain says what is to be done
                 followed = self._follow(agent.tenant, agent.id)
                 try:
                     async with followed.lock:
@@ -345,7 +382,8 @@ class SharedAgents:
         async with followed.lock:
             followed.known &= followed.applied == applied  # else the change may be overwritten in the copy
             await self._hold(followed, agent)
-            running = followed.chain.tail.running if agent.running is not None else 0
+            # What runs now is a turn of this server, and its end is still to come.
+            running = followed.chain.tail.running
             await self._append(followed, "changed", msgspec.msgpack.encode(SharedAgent(numbered(agent))), running)
 
     async def prune(self, agent: Agent, before: float) -> Sequence[int]:
@@ -384,28 +422,43 @@ class SharedAgents:
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
             try:
-                await followed.chain.news()
-            except Damaged:  # then nothing can follow it, and nobody can use it
-                return await followed.chain.erase()
-            if followed.chain.tail.kind != "gone":
-                await self._append(followed, "gone")
-            await followed.chain.forget()
+                await self._delete(followed.chain)
+                await self._forget(followed.chain, agent.tenant, agent.id)
+            except BaseException:
+                followed.known = False
+                raise
+
+    @staticmethod
+    async def _delete(chain: AgentChain) -> None:
+        try:
+            await chain.news()
+        except Damaged:  # then nothing can follow it, and nobody can use it
+            return await chain.erase()
+        if chain.tail.kind != "gone":
+            await chain.append("gone")
+
+    async def _forget(self, chain: AgentChain, tenant: str, id: str) -> None:
+        """Remove from the store what a deleted agent has left there. Raise Unavailable if the store does not answer."""
         if self.replays is not None:
-            await self.replays.forget(agent.tenant, agent.id)
+            await self.replays.forget(tenant, id)
+        await chain.forget()
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
         """Acquire the right to write to the chain; see `AgentChain.hold`.
 
         Raise Moved if the server's own copy is doubtful, as after a refused end of a turn.
         """
-        if not followed.known or agent not in self._registry:
-            raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
+        self._check_known(followed, agent)
         await self._share(followed, agent)
         try:
             await followed.chain.hold(self.beats.alive)
         except BaseException as error:
             followed.known = isinstance(error, Running)
             raise
+
+    def _check_known(self, followed: _Followed, agent: Agent) -> None:
+        if not followed.known or agent not in self._registry:
+            raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
 
     async def _share(self, followed: _Followed, agent: Agent) -> None:
         """Write an agent that was made before the store was shared."""
@@ -436,19 +489,41 @@ def _interrupted(at: float) -> EndRecord:
     return EndRecord(state="interrupted", ids=b"", ended=at)
 
 
-def _replay(replayed: Replayed, record: ChainRecord) -> None:
-    decode = msgspec.msgpack.decode
+def _interrupted_end(turn: Turn) -> EndRecord:
+    """Return the end of an interrupted turn that could not be resumed: with the answer that it has."""
+    held = turn.held
+    ended = held.ended or _interrupted(turn.began)
+    return msgspec.structs.replace(ended, state="interrupted", ids=pack(held.tokens), message=held.answer)
+
+
+def _replay(replayed: Replayed, id: str, record: ChainRecord) -> None:
+    body = _body(id, record)
+    if record.kind == "gone":
+        replayed.gone()
+    elif isinstance(body, SharedTurn):
+        replayed.began(body)
+    elif isinstance(body, SharedEnd):
+        replayed.ended(body)
+    elif isinstance(body, SharedAgent) and record.kind == "made":
+        replayed.made(body)
+    elif isinstance(body, SharedAgent):
+        replayed.changed(body)
+
+
+def _body(id: str, record: ChainRecord) -> SharedAgent | SharedTurn | SharedEnd | None:
+    """Return what a record of an agent's chain holds; None for nothing. Raise Damaged if it cannot be decoded."""
+    body: SharedAgent | SharedTurn | SharedEnd | None = None
     try:
-        match record.kind:
-            case "made":
-                replayed.made(decode(record.body, type=SharedAgent))
-            case "began":
-                replayed.began(decode(record.body, type=SharedTurn))
-            case "ended":
-                replayed.ended(decode(record.body, type=SharedEnd))
-            case "changed":
-                replayed.changed(decode(record.body, type=SharedAgent))
-            case "gone":
-                replayed.gone()
+        if record.kind == "began":
+            body = msgspec.msgpack.decode(record.body, type=SharedTurn)
+        elif record.kind == "ended":
+            body = end = msgspec.msgpack.decode(record.body, type=SharedEnd)
+            unpack(end.ended.ids)
+        elif record.kind in ("made", "changed"):
+            body = msgspec.msgpack.decode(record.body, type=SharedAgent)
     except (msgspec.DecodeError, ValueError) as error:
-        raise Damaged(f"a record in the shared store was written by another version of Cairn: {error}") from None
+        raise Damaged(
+            f"record {record.number} of agent {id} in the shared store cannot be decoded: {error}; if another version "
+            "of Cairn wrote it, use the agent there, or update this server"
+        ) from None
+    return body

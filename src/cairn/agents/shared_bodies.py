@@ -80,10 +80,13 @@ class Replayed:
         """Removed turns of abandoned branches: a server of an older version may go on with one."""
         self._erased: set[tuple[int, float]] = set()
         """Numbers and beginnings of all turns that were removed."""
+        self.used = 0.0
+        """When it was last used, by the clocks of those who used it."""
 
     def made(self, body: SharedAgent) -> None:
         """Start over with a new agent. Raise Damaged if it lacks a turn."""
         self.record, self._pruned, self._erased = body.record, {}, set()
+        self.used = body.record.used
         self.turns = {one.began.number: one for one in body.turns}
         for number in (0, body.record.base, body.record.head, *(one.began.parent for one in body.turns)):
             self._need(number)
@@ -94,7 +97,7 @@ class Replayed:
 
     def changed(self, body: SharedAgent) -> None:
         """Replace the agent's record, and remove turns. Raise Damaged if there is no turn at its head."""
-        self.record = body.record
+        self.record, self.used = body.record, max(self.used, body.record.used)
         for number in body.pruned:
             if (turn := self.turns.pop(number, None)) is not None:
                 self._pruned[number] = turn
@@ -114,11 +117,13 @@ class Replayed:
         self._need(turn.began.parent)
         self._pruned.pop(turn.began.number, None)
         self.turns[turn.began.number] = turn
+        self.used = max(self.used, turn.began.began)
         if self.record is not None:
             self.record = msgspec.structs.replace(self.record, head=turn.began.number, under=turn.began.parent)
 
     def ended(self, body: SharedEnd) -> None:
         """End a turn."""
+        self.used = max(self.used, body.ended.ended)
         if (turn := self.turns.get(body.number)) is not None:
             self.turns[body.number] = msgspec.structs.replace(turn, ended=body.ended)
 
@@ -127,7 +132,7 @@ class Replayed:
         record = self.record
         if record is None or record.created != agent.record.created or record.head != agent.head.number:
             return False
-        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.at) for turn in agent.turns()}
+        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.began) for turn in agent.turns()}
         there = {
             number: (turn.began.parent, turn.ended is not None and turn.ended.state == "finished", turn.began.began)
             for number, turn in self.turns.items()
@@ -145,7 +150,7 @@ class Replayed:
             return 0
         known = self._erased | {(number, turn.began.began) for number, turn in self.turns.items()}
         missing = (
-            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.at) not in known
+            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.began) not in known
         )
         return next(missing, 0)
 

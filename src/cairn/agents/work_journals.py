@@ -285,9 +285,8 @@ class Journals:
                 if self._journals.get(journal.name) is not journal:
                     raise _read_again(journal)
                 yield
-            finally:
-                if not journal.gone:
-                    await self.shared.end(journal.name)
+            finally:  # also while it is being removed: that may fail
+                await self.shared.end(journal.name)
         finally:
             journal.at_work = False
 
