@@ -72,6 +72,20 @@ async def test_what_was_changed_or_moved_is_not_there() -> None:
     assert len(await server(blobs, 2).find("default", [], MODEL, [b"a", b"b"])) == 1
 
 
+async def test_an_answer_that_cannot_be_read_hides_no_other() -> None:
+    class Refusing(MemoryBlobs):
+        def read(self, name: str) -> bytes | None:
+            if name == bad:
+                raise OSError("bad sector")
+            return super().read(name)
+
+    blobs = Refusing()
+    bad = ""
+    one = await kept(blobs, sampled(b"a", 1), sampled(b"b", 2))
+    bad = one._name("default", "", MODEL, b"a")
+    assert listed(await server(blobs, 2).find("default", [], MODEL, [b"a", b"b"])) == [(b"b", [2])]
+
+
 async def test_a_conversation_that_no_server_knows_is_asked_for_once_and_not_to_its_beginning() -> None:
     blobs = MemoryBlobs()
     one = server(blobs, 1)

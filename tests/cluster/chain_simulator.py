@@ -12,6 +12,7 @@ had ended when it began.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,16 @@ class SimulatedBlobs:
         data: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
         return data
 
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
+        """Read in any order: of reads at once a later one may be answered first."""
+        found: dict[str, bytes | OSError | None] = {}
+        for name in self._world.rng.sample(names, len(names)):
+            try:
+                found[name] = await self.read(name)
+            except OSError as error:
+                found[name] = error
+        return [found[name] for name in names]
+
     async def list(self, folder: str, after: str = "") -> Sequence[str]:
         names: Sequence[str] = await self._call(lambda: self._world.store.list(folder, after), changes=False)
         return names
@@ -136,6 +147,10 @@ class SimulatedReplica:
         records = await self.chain.news()
         self.known = True
         for record in records:
+            if record.kind in ("made", "gone"):
+                self.ended = [record.body] if record.body else []
+            if record.kind == "made":
+                self.world.made[record.body] = record.number
             if record.kind in ("ended", "changed") and record.body != INTERRUPTED:
                 self.ended.append(record.body)
 
@@ -184,6 +199,8 @@ async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
     world = replica.world
     await replica.bring()
     chain = replica.chain
+    if chain.tail.kind == "gone":
+        raise chain.moved()
     await chain.hold(replica.beats.alive)
     turn.saw, turn.tried = tuple(replica.ended), True
     world.history.append(turn)
@@ -193,6 +210,29 @@ async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
     await chain.end(number, turn.value)
     replica.ended.append(turn.value)
     turn.answered = world.now
+
+
+async def run_or_delete(replica: SimulatedReplica, turn: Acknowledged) -> None:
+    """Run a turn, now and then of an agent that is deleted first and made anew, as `SharedAgents` does both."""
+    world = replica.world
+    await replica.bring()
+    chain = replica.chain
+    if world.rng.random() < 0.3 and chain.tail.kind != "gone":
+        saw = tuple(replica.ended)
+        await chain.append("gone")
+        world.deleted.append((maker(saw), world.now))
+    if chain.tail.kind == "gone":
+        await chain.forget()
+        body = b"made for " + turn.value
+        await chain.append("made", body)
+        replica.ended = [body]
+        world.made[body] = chain.tail.number
+    await run_turn(replica, turn)
+
+
+def maker(saw: Sequence[bytes]) -> bytes:
+    """Return the body of the record that made the agent of a turn which saw this; empty for the first agent."""
+    return saw[0] if saw and saw[0].startswith(b"made for ") else b""
 
 
 ENTRIES = 3
@@ -242,6 +282,10 @@ class World:
     now: float = 0.0
     store: MemoryBlobs = field(default_factory=MemoryBlobs)
     history: list[Acknowledged] = field(default_factory=list)
+    made: dict[bytes, int] = field(default_factory=lambda: {b"": 0})
+    """Numbers of records that made an agent anew, by their bodies."""
+    deleted: list[tuple[bytes, float]] = field(default_factory=list)
+    """What had made a deleted agent, and when the deletion was acknowledged."""
     kills: int = 0
     stops: int = 0
     cuts: int = 0
@@ -373,12 +417,36 @@ def check(world: World) -> None:
                 assert places[one.value] < places[other.value], f"{where}: {other.value!r} came before {one.value!r}"
 
 
-def simulate(seed: int, steps: int = 1500, **changed: Any) -> World:
+def check_deletions(world: World) -> None:
+    """Raise AssertionError unless the turns and deletions of a history of `run_or_delete` happened one after another.
+
+    Turns of a deleted agent are not in the chain any more: what each of them saw must fit what the others saw.
+    """
+    reader = SimulatedReplica(world, 99_999)
+    world._finish(reader, reader.bring())
+    last, where = maker(reader.ended), f"seed {world.seed}"
+    known = [turn for turn in world.history if turn.answered is not None]
+    for body in world.made:
+        line = sorted((turn for turn in known if maker(turn.saw) == body), key=lambda turn: len(turn.saw))
+        ends = [(*turn.saw, turn.value) for turn in line]
+        for before, after in itertools.pairwise([*ends, tuple(reader.ended)] if body == last else ends):
+            assert after[: len(before)] == before, f"{where}: {before[-1]!r} was acknowledged and is lost"
+    for one in known:
+        for other in known:
+            if one.answered is not None and one.answered < other.asked:
+                places = [(world.made[maker(turn.saw)], len(turn.saw)) for turn in (one, other)]
+                assert places[0] < places[1], f"{where}: {other.value!r} came before {one.value!r}"
+    for body, at in world.deleted:
+        late = [turn for turn in known if turn.asked > at and world.made[maker(turn.saw)] <= world.made[body]]
+        assert not late, f"{where}: {late[0].value!r} was a turn of a deleted agent"
+
+
+def simulate(seed: int, steps: int = 1500, checked: Callable[[World], None] = check, **changed: Any) -> World:
     """Run one history and check it."""
     world = World(seed, **changed)
     try:
         world.run(steps)
-        check(world)
+        checked(world)
     finally:
         world.close()
     return world

@@ -81,6 +81,15 @@ class Awaited:
     async def read(self, name: str) -> bytes | None:
         return self._blobs.read(name)
 
+    async def read_several(self, names: Sequence[str], *, waits: bool = True) -> Sequence[bytes | OSError | None]:
+        found: list[bytes | OSError | None] = []
+        for name in names:
+            try:
+                found.append(await self.read(name))
+            except OSError as error:
+                found.append(error)
+        return found
+
     async def list(self, folder: str, after: str = "") -> Sequence[str]:
         return self._blobs.list(folder, after)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
-from cairn.cluster.feed import Feed
+from cairn.cluster import feed, shared_kv
+from cairn.cluster.feed import BATCH, Feed
 from cairn.cluster.guard import FAILURES, Guarded
 from cairn.cluster.shared_kv import QUEUE_BYTES, SharedChunks
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
@@ -158,6 +161,149 @@ def test_a_feed_of_a_wrong_clock_is_heard_later() -> None:
     clock.seconds += 700
     two.work()
     assert two.has(chain(1)[0].key)
+
+
+def announced(blobs: MemoryBlobs, clock: Time, chunks: list[Chunk], number: int = 1) -> None:
+    """Announce each chunk on its own, ten minutes apart, up to now."""
+    one = replica(blobs, clock, number)
+    end, clock.wall = clock.wall, clock.wall - 600.0 * len(chunks)
+    for chunk in chunks:
+        one.keep([chunk])
+        assert one.work()
+        clock.wall += 600.0
+    assert clock.wall == end
+
+
+def test_a_server_that_starts_writes_before_it_has_read_all_that_was_announced() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(302)
+    announced(blobs, clock, chunks[:300])
+    two = replica(blobs, clock, 2)
+    for number, chunk in enumerate(chunks[300:], 1):
+        two.keep([chunk])
+        before = blobs.calls
+        assert two.work() and two.name(chunk.key) in blobs.objects
+        assert blobs.calls - before <= BATCH + 10
+        known = [two.has(one.key) for one in chunks[:300]]
+        assert known == [False] * (300 - number * BATCH) + [True] * (number * BATCH), "the newest first"
+    while two._feed.behind:
+        assert two.work()
+    assert all(two.has(one.key) for one in chunks)
+    blobs.calls = 0
+    clock.seconds += 1000
+    assert two.work() and blobs.calls < 10, "nothing is read twice"
+
+
+def test_what_was_announced_is_read_with_several_requests_at_once() -> None:
+    blobs, clock = MemoryBlobs(), Time()
+    announced(blobs, clock, chain(40))
+    running = threading.Barrier(4)
+
+    def together(call: str, name: str) -> None:
+        if call == "read":
+            running.wait(60)
+
+    two = replica(blobs, clock, 2)
+    blobs.before = together
+    assert two.work() and all(two.has(one.key) for one in chain(40))
+
+
+def test_a_settled_server_knows_what_was_announced_lately_and_reads_the_rest_later() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(600)
+    announced(blobs, clock, chunks)
+    two = replica(blobs, clock, 2)
+    blobs.slow = 0.002
+    two.start()
+    assert two.settle(60) and two.has(chunks[-1].key)
+    for _ in range(6000):
+        if two.has(chunks[0].key):
+            break
+        time.sleep(0.01)
+    assert all(two.has(one.key) for one in chunks)
+    two.close()
+
+
+def test_the_index_of_a_server_that_starts_holds_the_newest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_kv, "MOST_CHUNKS", 2 * BATCH)
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(6 * BATCH)
+    announced(blobs, clock, chunks)
+    two = replica(blobs, clock, 2)
+    before = blobs.calls
+    while two._looked < 0 or two._feed.behind:
+        assert two.work()
+    assert blobs.calls - before < 3 * BATCH, "the rest is not read"
+    assert [two.has(one.key) for one in chunks] == [False] * (4 * BATCH) + [True] * (2 * BATCH)
+    extra = chain(6 * BATCH + 1)[-1]
+    two.keep([extra])
+    known = [two.has(one.key) for one in chunks]
+    assert two.has(extra.key) and known == [False] * (4 * BATCH + 1) + [True] * (2 * BATCH - 1), "the oldest goes"
+
+
+def test_names_of_announcements_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MOST_SEEN", 100)
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(300)
+    announced(blobs, clock, chunks)
+    two = replica(blobs, clock, 2)
+    for _ in range(20):
+        assert two.work()
+        clock.seconds += 1000.0  # each look is at all hours
+    assert sum(map(len, two._feed._seen.values())) <= 100
+    known = [two.has(one.key) for one in chunks]
+    assert known == sorted(known) and 80 < sum(known) <= 100, "the newest, and what is older is not read"
+
+
+def test_an_old_announcement_changes_nothing_of_what_newer_ones_say() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(BATCH + 10)
+    one = replica(blobs, clock, 1)
+
+    def announce(chunk: Chunk, *, dropped: bool = False) -> None:
+        one.drop([chunk.key]) if dropped else one.keep([chunk])
+        assert one.work()
+        clock.wall += 60.0
+
+    back, gone, mine = (dataclasses.replace(chain(1)[0], key=bytes([value]) * 32) for value in (1, 2, 3))
+    for chunk, dropped in ((back, False), (back, True), (gone, False), (mine, False), (mine, True)):
+        announce(chunk, dropped=dropped)
+    announce(back)
+    announce(gone, dropped=True)
+    for chunk in chunks:
+        announce(chunk)
+    two = replica(blobs, clock, 2)
+    two.keep([mine])
+    while two._looked < 0 or two._feed.behind:
+        assert two.work()
+    assert two.has(back.key) and two.has(mine.key) and not two.has(gone.key)
+    assert two.name(mine.key) in blobs.objects and two.name(gone.key) not in blobs.objects
+    assert not two._decided
+
+
+def test_one_object_that_fails_hides_no_announcement_and_holds_up_no_chunk() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(6)
+    announced(blobs, clock, chunks[:4])
+    bad = sorted(name for name in blobs.objects if name.startswith("feed/"))[1]
+    guarded = Guarded(blobs, SystemClock())
+    sealed = keys(5000)
+    two = SharedChunks(guarded, sealed, Feed(guarded, sealed, "kv-x", clock, Draws(5000)), clock)
+    failing = {bad, two.name(chunks[0].key), two.name(chunks[4].key)}
+
+    def fails(call: str, name: str) -> None:
+        if name in failing:
+            raise OSError(errno.EACCES, "no right")
+
+    blobs.before = fails
+    two.keep(chunks[4:])
+    assert two.work() and not two._feed.behind
+    assert [two.has(one.key) for one in chunks] == [True, False, True, True, False, True]
+    assert two.name(chunks[5].key) in blobs.objects and two.stats().refused == 1
+    delete = blobs.delete
+
+    def refuses(names: Sequence[str]) -> None:
+        for name in names:
+            fails("delete", name)
+            delete([name])
+
+    blobs.delete = refuses  # type: ignore[method-assign]
+    two.drop([chunks[0].key, chunks[2].key])
+    assert two.work() and two.name(chunks[2].key) not in blobs.objects and two.name(chunks[0].key) in blobs.objects
 
 
 def test_a_call_to_a_store_that_hangs_is_given_up_and_then_none_is_made() -> None:

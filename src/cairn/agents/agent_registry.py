@@ -154,9 +154,21 @@ class AgentRegistry:
         return [agent.key, *self._drop(agent.keeps() | lost, agent)]
 
     def prune(self, agent: Agent, before: float) -> list[int]:
-        """Remove an agent's branches that began and were abandoned before that time.
+        """Remove the turns that `abandoned` returns; return their keys."""
+        return self.cut(agent, self.abandoned(agent, before))
 
-        Return the keys of removed turns that no other agent needs.
+    def cut(self, agent: Agent, turns: Sequence[Turn]) -> list[int]:
+        """Remove turns of an agent; return the keys of those that no other agent needs, which are gone then."""
+        if not turns:
+            return []
+        over = {turn.key for turn in turns}
+        agent.own = [turn for turn in agent.own if turn.key not in over]
+        return self._drop(over, agent)
+
+    def abandoned(self, agent: Agent, before: float) -> list[Turn]:
+        """Return the turns of branches that the agent began and abandoned before that time.
+
+        A turn that another agent has stays: it is in the log, and a restart would find it.
         """
         record = agent.record
         if record.moved >= before:
@@ -169,40 +181,38 @@ class AgentRegistry:
         kept = reach((agent.head, agent.base), set())
         agent.straight = kept.issuperset(turn.key for turn in agent.own)
         reach([*(turn for turn in agent.own if turn.at >= before or turn.key in left)], kept)
-        return self._remove_own(agent, {turn.key for turn in agent.own} - kept)
+        gone = {turn.key for turn in agent.own} - kept
+        if gone:
+            gone -= self._needed_by_others(agent)
+        return [turn for turn in agent.own if turn.key in gone]
 
-    def cut(self, agent: Agent, turn: Turn) -> list[int]:
+    def cut_after(self, agent: Agent, turn: Turn) -> list[int]:
         """Remove the agent's own turns that follow a turn and do not lie on the path to its head or beginning.
 
-        Return the keys of removed turns that no other agent needs.
+        Return the keys of the removed ones. A turn that another agent needs stays, as in `abandoned`.
         """
         after = {turn.key}
         for one in agent.own:  # in order, so parents come first
             if one.parent_key in after:
                 after.add(one.key)
-        return self._remove_own(agent, after - {turn.key} - reach((agent.head, agent.base), set()))
-
-    def _remove_own(self, agent: Agent, gone: set[int]) -> list[int]:
-        """Remove turns from an agent, except those that another agent needs; return the keys of the removed ones.
-
-        The others stay listed: they are in the log, and a restart would find them.
-        """
-        dropped = self._drop(gone, agent) if gone else []
-        if dropped:
-            over = set(dropped)
-            agent.own = [turn for turn in agent.own if turn.key not in over]
-        return dropped
+        gone = after - {turn.key} - reach((agent.head, agent.base), set())
+        gone -= self._needed_by_others(agent) if gone else set()
+        return self.cut(agent, [one for one in agent.own if one.key in gone])
 
     def _drop(self, keys: set[int], agent: Agent) -> list[int]:
         """Remove those of an agent's turns that no other agent needs; return their keys."""
+        dropped = sorted(keys - self._needed_by_others(agent))
+        for key in dropped:
+            self._turns.pop(key, None)
+        return dropped
+
+    def _needed_by_others(self, agent: Agent) -> set[int]:
+        """Return the keys of all turns that forks of the agent's family need."""
         seen: set[int] = set()
         for other in self._agents.get(agent.tenant, {}).values():
             if other.root is agent.root and other is not agent:  # only forks share turns
-                needed = other.keeps(seen)
-                keys -= needed
-        for key in keys:
-            self._turns.pop(key, None)
-        return sorted(keys)
+                other.keeps(seen)
+        return seen
 
     # ------------------------------------------------------------------------------------------------------- loading
 

@@ -108,8 +108,14 @@ class AgentService:
         return turn
 
     async def free_id(self, tenant: str, id: str | None) -> None:
-        """Delete the agent of that id if it has outlived its time to live, so that the id is free."""
+        """Delete the agent of that id if it has outlived its time to live, so that the id is free.
+
+        Other servers may have used or deleted it since. Raise as `SharedAgents.refresh` does.
+        """
         agent = self.registry.find(tenant, id) if id is not None else None
+        if agent is not None and (shared := self.sharing(agent)) is not None:
+            await shared.refresh(tenant, agent.id)
+            agent = self.registry.find(tenant, agent.id)
         if agent is not None and agent.expired(self.pending.now()):
             await self.remove(agent)
 
@@ -215,7 +221,7 @@ class AgentService:
         if self.sharing(agent) is not None:
             return
         own = agent.own
-        gone = set(self.registry.cut(agent, turn))
+        gone = set(self.registry.cut_after(agent, turn))
         self.pending.erase_later(gone)  # now, so that a deletion of the agent meanwhile waits for these too
         await self.kv.collect(agent, [one for one in own if one.key in gone])
         await self.pending.erase(self.pending.to_erase())

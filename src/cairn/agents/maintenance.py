@@ -58,7 +58,7 @@ class Maintenance:
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
             if agent in agents.registry and not agent.busy and not agent.expired(now):
-                own, over = agent.own, set(agents.registry.prune(agent, now - ABANDONED_SECONDS))
+                own, over = agent.own, set(await self._prune(agent, now - ABANDONED_SECONDS))
                 pending.erase_later(over)  # now, so that a deletion of the agent meanwhile waits for these too
                 await agents.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
@@ -66,6 +66,21 @@ class Maintenance:
             if agent in agents.registry and agent.expired(now) and await self._is_over(agent, now):
                 pending.erase_later(await agents.detach(agent))
         await self._erase()  # all at once: each erasure rewrites segments
+
+    async def _prune(self, agent: Agent, before: float) -> Sequence[int]:
+        """Remove branches that were abandoned before that time; return the keys of their turns.
+
+        Branches of a shared agent go only together with those in the shared store.
+        """
+        registry, shared = self._agents.registry, self._agents.sharing(agent)
+        if shared is None:
+            return registry.prune(agent, before)
+        if not registry.abandoned(agent, before):
+            return ()
+        try:
+            return await shared.prune(agent, before)
+        except (Unavailable, Damaged):
+            return ()  # it is looked at again
 
     async def _is_over(self, agent: Agent, now: float) -> bool:
         """Return whether to delete an expired agent: not if another server that shares it has used it since."""

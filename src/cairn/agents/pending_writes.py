@@ -142,6 +142,10 @@ class PendingWrites:
         """Erase these keys with the next erasure. Nobody can reach their records any more."""
         self._to_erase += keys
 
+    def erase_replays(self, agent: int) -> None:
+        """Erase what ordinary requests in the name of a deleted agent sampled. `agent`: its key."""
+        self.erase_later(self._replays.take(agent))
+
     def to_erase(self) -> list[int]:
         """Return the keys that wait for erasure, and clear the list."""
         keys, self._to_erase = self._to_erase, []

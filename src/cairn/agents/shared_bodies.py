@@ -11,6 +11,7 @@ from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import AgentRecord, EndRecord, TurnRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
+from cairn.types.errors import Damaged
 
 
 class SharedTurn(msgspec.Struct, frozen=True):
@@ -27,6 +28,8 @@ class SharedAgent(msgspec.Struct, frozen=True):
 
     record: AgentRecord
     turns: tuple[SharedTurn, ...] = ()
+    pruned: tuple[int, ...] = ()
+    """In `changed`: numbers of turns of abandoned branches that are removed."""
 
 
 class SharedEnd(msgspec.Struct, frozen=True):
@@ -73,28 +76,54 @@ class Replayed:
         self.record: AgentRecord | None = None
         """The agent's record; None before `made` and after `gone`."""
         self.turns: dict[int, SharedTurn] = {}
+        self._pruned: dict[int, SharedTurn] = {}
+        """Removed turns of abandoned branches: a server of an older version may go on with one."""
+        self._erased: set[tuple[int, float]] = set()
+        """Numbers and beginnings of all turns that were removed."""
+        self.used = 0.0
+        """When it was last used, by the clocks of those who used it."""
 
     def made(self, body: SharedAgent) -> None:
-        """Start over with a new agent."""
-        self.record = body.record
+        """Start over with a new agent. Raise Damaged if it lacks a turn."""
+        self.record, self._pruned, self._erased = body.record, {}, set()
+        self.used = body.record.used
         self.turns = {one.began.number: one for one in body.turns}
+        for number in (0, body.record.base, body.record.head, *(one.began.parent for one in body.turns)):
+            self._need(number)
 
     def gone(self) -> None:
         """Remove the agent: it was deleted."""
         self.record, self.turns = None, {}
 
-    def changed(self, record: AgentRecord) -> None:
-        """Replace the agent's record."""
-        self.record = record
+    def changed(self, body: SharedAgent) -> None:
+        """Replace the agent's record, and remove turns. Raise Damaged if there is no turn at its head."""
+        self.record, self.used = body.record, max(self.used, body.record.used)
+        for number in body.pruned:
+            if (turn := self.turns.pop(number, None)) is not None:
+                self._pruned[number] = turn
+                self._erased.add((number, turn.began.began))
+        self._need(body.record.head)
+
+    def _need(self, number: int) -> None:
+        """Bring a turn back that was removed, with those before it. Raise Damaged if there never was one."""
+        while number not in self.turns:
+            if (turn := self._pruned.pop(number, None)) is None:
+                raise Damaged(f"an agent in the shared store goes on at turn {number}, which it does not have")
+            self.turns[number] = turn
+            number = turn.began.parent
 
     def began(self, turn: SharedTurn) -> None:
-        """Add a turn and make it the head."""
+        """Add a turn and make it the head. Raise Damaged if there is none before it."""
+        self._need(turn.began.parent)
+        self._pruned.pop(turn.began.number, None)
         self.turns[turn.began.number] = turn
+        self.used = max(self.used, turn.began.began)
         if self.record is not None:
             self.record = msgspec.structs.replace(self.record, head=turn.began.number, under=turn.began.parent)
 
     def ended(self, body: SharedEnd) -> None:
         """End a turn."""
+        self.used = max(self.used, body.ended.ended)
         if (turn := self.turns.get(body.number)) is not None:
             self.turns[body.number] = msgspec.structs.replace(turn, ended=body.ended)
 
@@ -103,7 +132,7 @@ class Replayed:
         record = self.record
         if record is None or record.created != agent.record.created or record.head != agent.head.number:
             return False
-        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.at) for turn in agent.turns()}
+        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.began) for turn in agent.turns()}
         there = {
             number: (turn.began.parent, turn.ended is not None and turn.ended.state == "finished", turn.began.began)
             for number, turn in self.turns.items()
@@ -119,9 +148,9 @@ class Replayed:
         """
         if self.record is None or self.record.created != agent.record.created:
             return 0
-        known = {(number, turn.began.began) for number, turn in self.turns.items()}
+        known = self._erased | {(number, turn.began.began) for number, turn in self.turns.items()}
         missing = (
-            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.at) not in known
+            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.began) not in known
         )
         return next(missing, 0)
 
@@ -141,7 +170,7 @@ def plant(
     records = []
     for number in sorted(replayed.turns):
         one = replayed.turns[number]
-        parent = turns.get(one.began.parent) if number else None
+        parent = turns[one.began.parent] if number else None
         turn, more = plant_turn(one, key(), own if one.own else other, parent, record_of)
         turns[number] = turn
         records += more

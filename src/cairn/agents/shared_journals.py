@@ -26,8 +26,9 @@ import msgspec
 
 from cairn.agents.log.records import JournalRecord
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
-from cairn.cluster.guard import put
+from cairn.cluster.guard import put, readable
 from cairn.cluster.shared import SharedStore
+from cairn.system.concurrency import CountedLock
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class _FollowedJournal:
     __slots__ = ("chain", "flushing", "known", "lock", "waiting")
 
     def __init__(self, chain: AgentChain) -> None:
-        self.chain, self.lock = chain, asyncio.Lock()
+        self.chain, self.lock = chain, CountedLock()
         self.known = False
         """Whether the server's own copy agrees with the chain up to `chain.tail`."""
         self.waiting: list[tuple[SharedEntry, asyncio.Future[None] | None]] = []
@@ -120,7 +121,7 @@ class _FollowedJournal:
     def needed(self) -> bool:
         """Whether it must not be forgotten: something is being read or written, or this server works on the journal."""
         at_work = self.chain.mine and self.chain.tail.running
-        return bool(self.lock.locked() or self.waiting or at_work)
+        return bool(self.lock.users or self.waiting or at_work)
 
     def refuse_waiting(self) -> None:
         """Refuse the entries that wait: they have numbers from before the news. Notes are in the next whole copy."""
@@ -193,11 +194,17 @@ class SharedJournals:
                 records = await followed.chain.news()
                 if records:
                     followed.refuse_waiting()
+                    followed.known = False  # until they are decoded: nothing may follow what the copy lacks
                 if not any(record.kind in ("made", "gone") for record in records):
-                    return JournalNews(False, _changes(records))
-            followed.known, followed.chain = False, self._chain(name)
-            records = await followed.chain.news()
-            changes = _changes(records)
+                    changes = _changes(name, records)
+                    followed.known = True
+                    return JournalNews(False, changes)
+            followed.known, chain = False, self._chain(name)
+            records = await chain.news()
+            followed.chain = chain  # not before: the end of work needs to know where the work began
+            if len(records) > 1 and chain.tail.kind == "gone":
+                await self._forget(chain, name)  # whoever deleted the journal did not get that far
+            changes = _changes(name, records)
             followed.known = True
             if records:
                 followed.refuse_waiting()
@@ -217,9 +224,10 @@ class SharedJournals:
             new = [name for name in names if name not in self._listed]
             for at in range(0, len(new), AT_ONCE):
                 some = new[at : at + AT_ONCE]
-                for name, data in zip(some, await asyncio.gather(*map(blobs.read, some)), strict=True):
+                for name, read in zip(some, await blobs.read_several(some), strict=True):
+                    data = readable(read)
                     content = None if data is None else keys.open(name, data)
-                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed
+                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed, or cannot be read
                         self._listed[name] = msgspec.msgpack.decode(content or b"", type=ListedJournal)
         except OSError as error:
             raise unavailable(error) from error
@@ -329,21 +337,30 @@ class SharedJournals:
         followed = self._follow(name)
         async with followed.lock:
             try:
-                await followed.chain.news()
-                if followed.chain.tail.kind != "gone":
-                    await self._append(followed, "gone", None)
-                await followed.chain.forget()
-            except Damaged:  # then nothing can follow it, and nobody can use it
-                await followed.chain.erase()
-            await self._unlist(name)
+                await self._delete(followed.chain)
+                await self._forget(followed.chain, name)
+            except BaseException:
+                followed.known = False
+                raise
 
-    async def _unlist(self, name: JournalName) -> None:
+    @staticmethod
+    async def _delete(chain: AgentChain) -> None:
+        try:
+            await chain.news()
+        except Damaged:  # then nothing can follow it, and nobody can use it
+            return await chain.erase()
+        if chain.tail.kind != "gone":
+            await chain.append("gone")
+
+    async def _forget(self, chain: AgentChain, name: JournalName) -> None:
+        """Remove from the store what a deleted journal has left there. Raise Unavailable as `listed` does."""
         at = self._list_name(name)
         self._listed.pop(at, None)
         try:
             await self._store.blobs.soon.delete([at])
         except OSError as error:
             raise unavailable(error) from error
+        await chain.forget()
 
     async def _change(
         self, followed: _FollowedJournal, name: JournalName, change: EntriesAdded | EntriesRemoved, whole: Whole
@@ -410,8 +427,8 @@ def _closing() -> Unavailable:
     return Unavailable("the server is shutting down", retry_after=5.0)
 
 
-def _changes(records: Sequence[ChainRecord]) -> list[JournalChange]:
-    """Return what records change. Raise Damaged for one of another version."""
+def _changes(name: JournalName, records: Sequence[ChainRecord]) -> list[JournalChange]:
+    """Return what records change. Raise Damaged for one that cannot be decoded."""
     found: list[JournalChange] = []
     for record in records:
         if record.kind == "gone":
@@ -421,6 +438,7 @@ def _changes(records: Sequence[ChainRecord]) -> list[JournalChange]:
                 found.append(msgspec.msgpack.decode(record.body, type=JournalMade | EntriesAdded | EntriesRemoved))
             except (msgspec.DecodeError, ValueError) as error:
                 raise Damaged(
-                    f"a record in the shared store was written by another version of Cairn: {error}"
+                    f"record {record.number} of {name.room} {name.id} in the shared store cannot be decoded: {error}; "
+                    "if another version of Cairn wrote it, use it there, or update this server"
                 ) from None
     return found

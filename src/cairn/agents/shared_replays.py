@@ -20,7 +20,7 @@ import msgspec
 
 from cairn.agents.log.records import pack, unpack
 from cairn.cluster.chain import unavailable
-from cairn.cluster.guard import put
+from cairn.cluster.guard import put, readable
 from cairn.cluster.shared import SharedStore
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
@@ -138,8 +138,8 @@ class SharedReplays:
         found, missing = list[Sampled](), list(digests)
         for agent in agents:
             names = [self._name(tenant, agent, identity, one) for one in missing]
-            data = await asyncio.gather(*map(self._blobs.read, names))
-            opened = map(self._opened, names, missing, data)
+            data = await self._blobs.read_several(names)
+            opened = map(self._opened, names, missing, map(readable, data))
             found += [one for one in opened if one is not None]
             there = {one.conversation_digest for one in found}
             missing = [one for one in missing if one not in there]

@@ -25,7 +25,10 @@ NOBODY = b"\0"
 class Turn:
     """A turn, or with number 0 the beginning of an agent, which has messages and no answer."""
 
-    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "once", "parent", "state")
+    __slots__ = (
+        *("_size", "at", "began", "content", "depth", "first"),
+        *("identity", "key", "number", "once", "parent", "state"),
+    )
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
         self.key, self.parent = key, parent
@@ -33,8 +36,10 @@ class Turn:
         """Position on its branch, from 1."""
         self.depth: int = (parent.depth if parent is not None else 0) + bool(began.number)
         """Number of turns on the branch up to this one."""
+        self.began = began.began
+        """When it began, in seconds since 1970, as its record says on every server."""
         self.at = began.began
-        """When it began, in seconds since 1970."""
+        """The same, moved along whenever this server's clock is set; ages are computed from it."""
         self.identity = began.identity
         """Identity of the model whose tokens it has."""
         self.state: TurnState = "interrupted" if began.number else "finished"

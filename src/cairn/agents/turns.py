@@ -252,14 +252,14 @@ class Turns:
         if agent.busy:
             raise conflict(agent)
         service = self._services.of(agent.head.identity) or self._services.first
-        agent.starting = True
+        agent.starting, shared = True, self._agents.sharing(agent)
         try:
             async with self._interrupted_branch(agent) as branch:
                 request = self._resumed_request(service, agent, branch, number, share)
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
-                if (shared := self._agents.sharing(agent)) is not None:
+                if shared is not None:
                     await shared.resumed(agent)
         finally:
             agent.starting = False
@@ -268,7 +268,12 @@ class Turns:
         first, reason = said_before(service, request, tokens)
         stream = None
         if reason is None:
-            stream = service.generate(msgspec.structs.replace(request, generated=tokens))
+            try:
+                stream = service.generate(msgspec.structs.replace(request, generated=tokens))
+            except BaseException:
+                if shared is not None:  # else the other servers would wait for its end
+                    shared.not_resumed(agent)
+                raise
         return self._run(service, agent, turn, request, stream, first)
 
     async def again(

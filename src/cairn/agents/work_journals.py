@@ -34,7 +34,7 @@ from cairn.agents.shared_journals import (
     SharedEntry,
     SharedJournals,
 )
-from cairn.cluster.chain import Moved
+from cairn.cluster.chain import Moved, RecordUnreadable
 from cairn.system.interfaces import Rng
 from cairn.types.errors import Conflict, Damaged, NotFound, Overloaded, Unavailable
 
@@ -228,7 +228,7 @@ class Journals:
             for at in range(0, len(ids) if self.shared is not None else 0, AT_ONCE):
                 some = (self.refresh(room, tenant, id) for id in ids[at : at + AT_ONCE])
                 for failed in await asyncio.gather(*some, return_exceptions=True):
-                    if isinstance(failed, BaseException) and not isinstance(failed, Damaged):
+                    if isinstance(failed, BaseException) and not isinstance(failed, Damaged | RecordUnreadable):
                         raise failed
 
     def keys_of(self, tenant: str) -> set[int]:
@@ -307,9 +307,8 @@ class Journals:
                 if self._journals.get(journal.name) is not journal:
                     raise _read_again(journal)
                 yield
-            finally:
-                if not journal.gone:
-                    await self.shared.end(journal.name)
+            finally:  # also while it is being removed: that may fail
+                await self.shared.end(journal.name)
         finally:
             journal.at_work = False
 

@@ -2,7 +2,8 @@
 
 A replica counts as silent after `LEASE_SECONDS` in which this one looked and saw no change. Time in which this one did
 not look, because it was stopped or the store was away, does not count, and no two clocks are compared. A wrong verdict
-interrupts a turn, but corrupts none: see `chain.py`.
+interrupts a turn, but corrupts none: see `chain.py`. A beat that cannot be read is no sign of life, unless nothing can
+be read: then the store is away.
 
 A beat also says what tenants have used on its replica, so that their limits hold over all of them.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -99,23 +100,30 @@ class Beats:
         return silent < LEASE_SECONDS
 
     async def _run(self) -> None:
+        await asyncio.gather(*map(self._repeat, (self._show, self._look)))
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do one of both for ever: a look that takes long holds up no beat."""
         while not self._closing:
             with contextlib.suppress(OSError):
-                await self.step()
+                await work()
             await asyncio.sleep(BEAT_SECONDS)
 
     async def step(self) -> None:
         """Beat once and look once. Raise OSError if the store fails."""
+        await self._show()
+        await self._look()
+
+    async def _show(self) -> None:
+        """Replace this replica's own beat."""
         self._beat += 1
         name = f"{FOLDER}/{self._holder}"
         own = {} if self.usage is None else dict(self.usage.own_usage())
         await self._blobs.replace(name, self._keys.seal(name, msgspec.msgpack.encode(_Beat(self._beat, own))))
-        found = {}
-        for name in await self._blobs.list(FOLDER):
-            data = await self._blobs.read(name)
-            beat = None if data is None else self._keys.open(name, data)
-            if beat is not None:
-                found[name.rsplit("/", 1)[-1]] = beat
+
+    async def _look(self) -> None:
+        """Read the beats of all, and count the silence of those that have not changed."""
+        found = await self._read()
         now = self._clock.now()
         passed = 0.0 if self._looked is None else max(0.0, min(now - self._looked, GAP * BEAT_SECONDS))
         self._looked = now
@@ -131,6 +139,19 @@ class Beats:
         for holder in [one for one, (_, silent) in self._heard.items() if silent > FORGET_SECONDS]:
             del self._heard[holder]
             await self._blobs.delete([f"{FOLDER}/{holder}"])
+
+    async def _read(self) -> dict[str, bytes]:
+        """Return the beats of all replicas that can be read. Raise OSError if none can."""
+        found, failed = dict[str, bytes](), None
+        names = await self._blobs.list(FOLDER)
+        for name, data in zip(names, await self._blobs.read_several(names, waits=False), strict=True):
+            if isinstance(data, OSError):
+                failed = data
+            elif data is not None and (beat := self._keys.open(name, data)) is not None:
+                found[name.rsplit("/", 1)[-1]] = beat
+        if failed is not None and not found:
+            raise failed
+        return found
 
     def _count(self, holder: str, beat: bytes) -> None:
         """Count what another replica says that tenants have used there."""

@@ -2,6 +2,7 @@
 
     agents/NAME/0000000000, agents/NAME/0000000001, ...
     agents/NAME/gone            the number of the record that deleted it, once those before are removed
+    agents/NAME/gone-0000000007 the same for a later agent of that name; the highest number counts
 
 Journals of teams and workflow runs have chains of the same form, below `teams/` and `runs/`.
 
@@ -14,20 +15,23 @@ The number alone is the name. If the epoch were a part of it, a holder that lost
 of its own epoch beside those of the next.
 
 When an agent is deleted, all records before the last are removed. A replica that had not read them all finds nothing
-under its next number, and could write there: `gone` tells it.
+under its next number, and can create a record there: `gone` tells it afterwards, and tells all readers to pass that
+record over.
 
 No clock is needed for that. Whether a holder is alive (`beats.py`) only decides how soon another one may interrupt it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
-from cairn.cluster.guard import AsyncBlobs, put
+from cairn.cluster.guard import AHEAD, AsyncBlobs, ObjectFailed
 from cairn.cluster.keys import ClusterKeys
 from cairn.types.errors import Conflict, Damaged, Unavailable
 
@@ -69,6 +73,10 @@ class Moved(Unavailable):
     """Another replica has written to the chain meanwhile. The caller may try again."""
 
 
+class RecordUnreadable(Unavailable):
+    """The store works, but one record of the chain cannot be read."""
+
+
 class Running(Unavailable):
     """A turn of the agent runs on another server."""
 
@@ -98,36 +106,89 @@ class AgentChain:
         """Return the records beyond the known end, in order, and know them from now on.
 
         If the next were removed, they begin with the record of the deletion. Raise Damaged for a record that fails a
-        check, Unavailable if the store does not answer. Then nothing is known that was not before.
+        check, Unavailable if the store does not answer or a record cannot be read. Then nothing is known that was not
+        before.
         """
         tail, found = self.tail, list[ChainRecord]()
+        first = tail.number + 1
         try:
-            first = tail.number + 1 if tail.number >= 0 else await self._first()
-            data = await self._blobs.read(self._name(first))
+            if not first:
+                first = await self._first()
+            data = await self._record(first)
             if data is None and await self._is_removed(tail.number + 1):
                 tail, first = Tail(), await self._first()
-                data = await self._blobs.read(self._name(first))
-            while data is not None:
-                record, tail = self._check(data, first + len(found), tail)
+                data = await self._record(first)
+            ahead, read = 1, deque[bytes | OSError | None]((data,))
+            while (data := read.popleft()) is not None:
+                record, tail = self._follows(data, first + len(found), tail)
                 found.append(record)
-                data = await self._blobs.read(self._name(first + len(found)))
+                if not read:  # more at once each time: few are new at most looks, and many at the first
+                    ahead, at = min(2 * ahead, AHEAD), first + len(found)
+                    read.extend(await self._blobs.read_several([*map(self._name, range(at, at + ahead))]))
+            removed = bool(found) and await self._is_removed(tail.number + 1)
+        except Damaged:
+            removed = await self._is_passed_over(self.tail.number if self.tail.number >= 0 else first)
+            if not removed:
+                raise
         except OSError as error:
             raise unavailable(error) from error
+        if removed:  # meanwhile, or before, and what was read was written under a number that was free again
+            return await self._all()
         self.tail = tail
         return found
 
+    def _follows(self, data: bytes | OSError, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
+        """Return what `_check` does. Raise RecordUnreadable, or OSError if the store fails."""
+        if isinstance(data, ObjectFailed):
+            raise RecordUnreadable(
+                f"record {number} of {self._subject} in the shared store cannot be read: {data.strerror}",
+                retry_after=5.0,
+            )
+        if isinstance(data, OSError):
+            raise data
+        return self._check(data, number, tail)
+
+    async def _record(self, number: int) -> bytes | OSError | None:
+        """Return a record; None if there is none, its error if it alone cannot be read. Raise OSError."""
+        try:
+            return await self._blobs.read(self._name(number))
+        except ObjectFailed as error:
+            return error
+
+    async def _all(self) -> list[ChainRecord]:
+        """Return all records that count, and know them from now on. Raise as `news` does."""
+        before, self.tail = self.tail, Tail()
+        try:
+            return await self.news()
+        except BaseException:
+            self.tail = before
+            raise
+
     async def _is_removed(self, number: int) -> bool:
         """Return whether record `number` was there, and is removed because the agent is deleted. Raise OSError."""
-        if not number:
-            return False
+        return number > 0 and await self._deletion() >= number
+
+    async def _deletion(self) -> int:
+        """Return the number of the newest record that deleted the agent; -1 if there is none. Raise OSError."""
         data = await self._blobs.read(self._gone)
-        content = None if data is None else self._keys.open(self._gone, data)
-        return content is not None and int.from_bytes(content, "big") >= number
+        if data is None:
+            return -1
+        for name in reversed([one for one in await self._blobs.list(self._folder) if one.startswith(self._gone)]):
+            data = await self._blobs.read(name)
+            content = None if data is None else self._keys.open(name, data)
+            if content is not None:
+                return int.from_bytes(content, "big")
+        return -1
 
     async def _first(self) -> int:
+        """Return the number of the first record that counts; 0 if there is none. Raise OSError."""
         names = await self._blobs.list(self._folder)
-        numbers = [name.rsplit("/", 1)[-1] for name in names]
-        return min((int(one) for one in numbers if len(one) == 10 and one.isdigit()), default=0)
+        first = await self._deletion() if self._gone in names else 0
+        numbers = sorted(_numbers(names))
+        if numbers and numbers[0] < first:  # whoever deleted the agent did not get that far
+            with contextlib.suppress(OSError):
+                await self._blobs.delete([self._name(number) for number in numbers if number < first])
+        return min((number for number in numbers if number >= first), default=0)
 
     def _check(self, data: bytes, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
         """Return a record that follows `tail`, and the new tail."""
@@ -149,8 +210,8 @@ class AgentChain:
     async def append(self, kind: Kind, body: bytes = b"", running: int = 0) -> None:
         """Write the next record. On return it is acknowledged and durable.
 
-        Raise Moved if another replica wrote one there, Unavailable if the store does not answer; then the record may be
-        there or not, which the next `news` tells.
+        Raise Moved if another replica wrote one there or has deleted the agent, Unavailable if the store does not
+        answer; then the record may be there or not, which the next `news` tells.
         """
         tail = self.tail
         record = ChainRecord(
@@ -166,7 +227,25 @@ class AgentChain:
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
             raise self.moved()
+        await self._check_counts(record.number)
         self.tail = _after(record, content, tail)
+
+    async def _check_counts(self, number: int) -> None:
+        """Raise Moved if this replica created a record whose number was free again: the agent is deleted.
+
+        `forget` writes `gone` before it removes anything, so a look after the creation finds it.
+        """
+        if await self._is_passed_over(number):
+            with contextlib.suppress(OSError):  # nobody reads it
+                await self._blobs.delete([self._name(number)])
+            raise self.moved()
+
+    async def _is_passed_over(self, number: int) -> bool:
+        """Return whether readers pass record `number` over: a later one deleted the agent. Raise as `append` does."""
+        try:
+            return number < await self._deletion()
+        except OSError as error:
+            raise unavailable(error) from error
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
         """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
@@ -225,25 +304,48 @@ class AgentChain:
     async def forget(self) -> None:
         """Remove all records before the last one, which deleted the agent. Raise Unavailable as `append` does."""
         try:
-            last = self._name(self.tail.number)
-            data = self._keys.seal(self._gone, self.tail.number.to_bytes(8, "big"))
-            await put(self._blobs, self._gone, data)
-            await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
+            last = self.tail.number
+            if await self._deletion() < last:
+                # Never replaced: a replica that is late would hide the deletion of a later agent of this name.
+                for name in (self._gone, f"{self._gone}-{last:010d}"):
+                    if await self._blobs.create(name, self._keys.seal(name, last.to_bytes(8, "big"))):
+                        break
+            names = await self._blobs.list(self._folder)
+            before = [name for name in names if name < self._name(last)]
+            late = [name for name in names if f"{self._gone}-" <= name < f"{self._gone}-{last:010d}"]
+            await self._blobs.delete(before + late)
         except OSError as error:
             raise unavailable(error) from error
 
     async def erase(self) -> None:
-        """Remove all records. Raise Unavailable if the store does not answer."""
+        """Delete an agent whose records cannot be used, and remove them. Raise as `append` does.
+
+        The deletion follows no record. There is none under the number before it: a replica that has read the last of
+        the others finds nothing there, and then the deletion.
+        """
         try:
-            await self._blobs.delete(await self._blobs.list(self._folder))
+            last = max((await self._deletion(), *_numbers(await self._blobs.list(self._folder))))
         except OSError as error:
             raise unavailable(error) from error
+        before, self.tail = self.tail, Tail(number=last + 1)
+        try:
+            await self.append("gone")
+        except BaseException:
+            self.tail = before
+            raise
+        await self.forget()
 
     def _name(self, number: int) -> str:
         return f"{self._folder}/{number:010d}"
 
     def _damaged(self, number: int, what: str) -> Damaged:
         return Damaged(f"record {number} of {self._subject} in the shared store {what}; nothing is built on it")
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of the records among these objects."""
+    ends = (name.rsplit("/", 1)[-1] for name in names)
+    return [int(end) for end in ends if len(end) == 10 and end.isdigit()]
 
 
 def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
@@ -254,5 +356,6 @@ def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
 
 
 def unavailable(error: OSError) -> Unavailable:
-    """Return the error of a store that does not answer."""
-    return Unavailable(f"the shared store does not work: {error.strerror or error}", retry_after=5.0)
+    """Return the error of a store that does not answer, or of one object in it."""
+    what = "an object in the shared store" if isinstance(error, ObjectFailed) else "the shared store does not work"
+    return Unavailable(f"{what}: {error.strerror or error}", retry_after=5.0)

@@ -9,6 +9,7 @@ bucket.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import struct
@@ -21,6 +22,7 @@ import msgspec
 
 from cairn.cluster.blobs import Blobs
 from cairn.cluster.feed import Feed
+from cairn.cluster.guard import ObjectFailed
 from cairn.cluster.keys import SEALED_BYTES, ClusterKeys
 from cairn.kv.tiers.store import HEAD_BYTES, OVERHEAD, Chunk, Standing, spared
 from cairn.system.interfaces import Clock
@@ -88,6 +90,10 @@ class SharedChunks:
         self._trouble = ""
         self._closing = False
         self._looked = -math.inf
+        self._decided: set[bytes] = set()
+        """Keys of chunks of which newer announcements spoke than those that are being read. The thread's alone."""
+        self._looked_for = 0
+        """The newest call of `settle` for which the feeds were looked at."""
         self._asked = self._settled = 0
         """Calls of `settle`, and those that are answered."""
         self._thread: threading.Thread | None = None
@@ -234,10 +240,12 @@ class SharedChunks:
         digest = self._keys.name(b"chunk", key)
         return f"kv/{digest[:2]}/{digest}"
 
-    def _enter(self, key: bytes, place: _Place) -> None:
-        if key in self._places:
+    def _enter(self, key: bytes, place: _Place, *, old: bool = False) -> None:
+        """Add a chunk to the index; with `old`, as older than all that are there, if there is room."""
+        if key in self._places or (old and len(self._places) >= MOST_CHUNKS):
             return
         self._places[key] = place
+        self._places.move_to_end(key, last=not old)
         self._children.setdefault(place.parent, set()).add(key)
         for head in (*place.heads, key[:HEAD_BYTES]):
             self._chunks_by_head.setdefault(head, set()).add(key)
@@ -270,7 +278,8 @@ class SharedChunks:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._waiting and not self._dropped and not self._closing and self._settled == self._asked:
+                idle = not self._waiting and not self._dropped and self._settled == self._asked
+                if idle and not self._feed.behind and not self._closing:
                     self._changed.wait(LOOK_SECONDS)
                 if self._closing and (not self._waiting or self._trouble):
                     return
@@ -290,10 +299,13 @@ class SharedChunks:
         try:
             self._remove()  # first: what was dropped may have been computed again meanwhile
             self._write()
-            if asked > self._settled or self._clock.now() - self._looked >= LOOK_SECONDS:
-                self.look()
+            if asked > self._looked_for or self._clock.now() - self._looked >= LOOK_SECONDS:
+                self._looked = self._clock.now()
+                self._feed.look()
+                self._looked_for = asked
+            self._read_news()
             with self._changed:
-                if not self._waiting:
+                if not self._waiting and self._feed.current:
                     self._settled = asked
                     self._changed.notify_all()
         except OSError as error:
@@ -302,19 +314,26 @@ class SharedChunks:
         self._trouble = ""
         return True
 
-    def look(self) -> None:
-        """Read what other replicas announced. Raise OSError if the store fails."""
-        self._looked = self._clock.now()
-        for content in self._feed.news():
+    def _read_news(self) -> None:
+        """Read some of what other replicas announced. Raise OSError if the store fails."""
+        for content, old in self._feed.read():
             try:
                 news = msgspec.msgpack.decode(content, type=_News)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, ValueError):  # a replica of another version
                 continue
             with self._lock:
                 for key, parent, heads, size in news.chunks:
-                    self._enter(key, _Place(parent, heads, size))
-                for key in news.dropped:
+                    if not (old and (key in self._decided or key in self._dropped)):
+                        self._enter(key, _Place(parent, heads, size), old=old)
+                for key in () if old else news.dropped:  # whatever is in the index is newer than what is old
                     self._forget(key)
+            if old or self._feed.behind:  # older announcements follow, which change nothing of what these say
+                self._decided.update(key for key, *_ in news.chunks)
+                self._decided.update(news.dropped)
+        if len(self._decided) >= MOST_CHUNKS:
+            self._feed.skip_backlog()
+        if not self._feed.behind:
+            self._decided.clear()
 
     def _write(self) -> None:
         with self._lock:
@@ -324,7 +343,14 @@ class SharedChunks:
             for chunk in batch:
                 name = self.name(chunk.key)
                 data = self._keys.seal(name, encode_chunk(chunk))
-                self._blobs.create(name, data)  # one that another replica made is the same chunk
+                try:
+                    self._blobs.create(name, data)  # one that another replica made is the same chunk
+                except ObjectFailed as error:
+                    log.warning("a chunk of KV is not stored: %s", error)
+                    with self._lock:
+                        self._forget(chunk.key)
+                        self._count(refused=1)
+                    continue
                 written.append(chunk)
                 with self._lock:
                     self._count(written=len(data))
@@ -347,11 +373,19 @@ class SharedChunks:
             gone = list(self._dropped)[:BATCH]
         if not gone:
             return
-        self._blobs.delete([self.name(key) for key in gone])
+        names = [self.name(key) for key in gone]
+        try:
+            self._blobs.delete(names)
+        except ObjectFailed:
+            for name in names:
+                with contextlib.suppress(ObjectFailed):
+                    self._blobs.delete([name])
         self._feed.publish(msgspec.msgpack.encode(_News(dropped=gone)))
         with self._lock:
             for _ in gone:
                 self._dropped.popleft()
+            if self._feed.behind:
+                self._decided.update(gone)
 
     def _failed(self, error: OSError) -> None:
         self._trouble = f"the shared store does not work: {error.strerror or error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -39,6 +39,28 @@ async def gather_with_limit(
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+class CountedLock(asyncio.Lock):
+    """A lock that counts who holds it or waits for it: from one holder to the next, `locked` is false for a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = 0
+
+    async def acquire(self) -> Literal[True]:
+        """Acquire the lock, and count as a user until `release`."""
+        self.users += 1
+        try:
+            return await super().acquire()
+        except BaseException:
+            self.users -= 1
+            raise
+
+    def release(self) -> None:
+        """Release the lock."""
+        self.users -= 1
+        super().release()
 
 
 class StartBarrier:

@@ -72,21 +72,24 @@ class AgentAttribution:
     async def refresh(self, call: HTTPCall) -> None:
         """Update the agent, team or run named in the path from the shared store, if the server has one.
 
-        If the store fails, calls that only read are answered from this server's own copy.
+        If the store fails, calls that only read are answered from this server's own copy, where it has one.
         """
         if self.agents is None:
             return
         path = next((one for one in (AGENTS, *JOURNALS) if call.route.startswith(one + "/{id}")), None)
         if path is None:
             return
+        agents, id = self.agents, call.path_part(path)
         try:
             if path == AGENTS:
-                await self.agents.refresh(call.tenant, call.path_part(path))
+                await agents.refresh(call.tenant, id)
             else:
-                await self.agents.journals.refresh(JOURNALS[path], call.tenant, call.path_part(path))
+                await agents.journals.refresh(JOURNALS[path], call.tenant, id)
         except (Unavailable, Damaged):
             if call.scope["method"] in ("POST", "PATCH"):
                 raise
+            if not _is_here(agents, path, call.tenant, id):
+                raise  # a 404 would say that no server has it
 
     def opened(self, agents: Agents) -> None:
         """Keep agents from now on."""
@@ -143,6 +146,18 @@ class AgentAttribution:
             with contextlib.suppress(NotFound):
                 return agents.chats.named(tenant, names[0])
         return None
+
+
+def _is_here(agents: Agents, path: str, tenant: str, id: str) -> bool:
+    """Return whether this server has a copy of the agent or journal of this id below `path`."""
+    try:
+        if path == AGENTS:
+            agents.get(tenant, id)
+        else:
+            agents.journals.find(JOURNALS[path], tenant, id)
+    except NotFound:
+        return False
+    return True
 
 
 class Attribution:
