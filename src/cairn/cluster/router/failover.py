@@ -243,7 +243,7 @@ class RoutedCall:
         self._tried.append(replica)
         self._lost_last = replica
         if not error.sent:
-            if True:
+            if time.monotonic() < self._end or self._others(replica):
                 return False
             self._counts.refused += 1
             await fail(self._send, 503, "unavailable", f"no server can be reached: {error}; ask again shortly", b"2")
