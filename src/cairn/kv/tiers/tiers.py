@@ -35,7 +35,7 @@ from cairn.kv.tiers.store import (
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
-from cairn.types.errors import trace
+from cairn.types.errors import DeviceMemoryError, trace
 from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.stats import ImportedKv, KvStats, MissReason, Placed, Swept
 from cairn.types.step import NO_BLOCK, Engine
@@ -189,7 +189,8 @@ class Tiers:
     def turn(self, idle: bool) -> bool:
         """Put arrived chunks into the pool and copy chunks to be written; return whether there is more to do at once.
 
-        `idle`: no request has wanted a step for a while. A failing store raises nothing here.
+        `idle`: no request has wanted a step for a while. A failing store raises nothing here, nor does an engine that
+        is short of memory: what it could not copy is a miss.
         """
         landing = self._loads and any([self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())])
         self._notes.turn()
@@ -203,7 +204,11 @@ class Tiers:
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
-            over = not self._bring(seq_kv, tokens, load, arrival)
+            try:
+                over = not self._bring(seq_kv, tokens, load, arrival)
+            except (DeviceMemoryError, MemoryError) as error:
+                log.warning("loaded KV is computed instead: there is no memory to put it into the pool (%s)", error)
+                over = True
             room -= sum(len(chunk.pages) for chunk in arrival.chunks)
             self.reader.taken(arrival)
         if not over and load.arrived:
@@ -523,12 +528,16 @@ class Tiers:
         self.writer.start()
         self.reader.start()
 
-    def close(self, grace: float) -> None:
-        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there."""
+    def close(self, grace: float, *, intact: bool = True) -> None:
+        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there.
+
+        If its memory is not `intact`, nothing more is copied out of it: only what was copied before is written.
+        """
         for seq_kv, (_, tokens) in tuple(self._loads.items()):
             self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
-        self.write_behind.finish(grace)
+        if intact:
+            self.write_behind.finish(grace)
         self._notes.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
