@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 from collections.abc import Callable
@@ -106,9 +107,8 @@ def test_after_a_failure_of_the_device_nothing_more_is_copied_out_of_it(
     monkeypatch.setattr(WorkerLoop, "run", run)
     monkeypatch.setattr(worker, "load", lambda channel, first: loaded)
     ours, theirs = socket.socketpair()
-    front = wire.Channel(ours)
-    front.send(wire.LoadModel(Config(), ""))
-    with pytest.raises(DeviceError):
-        worker.serve(theirs)
-    front.close()
+    with contextlib.closing(wire.Channel(ours)) as front:
+        front.send(wire.LoadModel(Config(), ""))
+        with pytest.raises(DeviceError):
+            worker.serve(theirs)
     assert closed == [memory]
