@@ -7,12 +7,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cairn.kv.disk.codec import Raw
+from cairn.kv.disk.portable_kv import END, MAGIC, framed
 from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.prefix import numerics
 from cairn.kv.pool.sequence_kv import TierName
@@ -25,7 +27,7 @@ from cairn.types.errors import DeviceMemoryError
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request, SamplingParams
-from cairn.types.stats import Miss, Placed, Swept
+from cairn.types.stats import ImportedKv, Miss, Placed, Swept
 from cairn.worker import wire
 from cairn.worker.worker import REST_SECONDS, WorkerLoop
 from tests.files import CrashFiles
@@ -845,6 +847,47 @@ def test_the_days_bytes_count_over_restarts(how: str) -> None:
         rig.ask(OTHER)
         assert rig.tiers is not None and chunks_in(after) == chunks
         rig.tiers.close(0)
+
+
+def exported(files: CrashFiles, rig: Rig) -> bytes:
+    """Return the file of a prompt's KV."""
+    assert rig.tiers is not None
+    found = files.files()
+    chunks = [found[path] for path in rig.tiers.paths(PROMPT, b"")]
+    return MAGIC + b"".join(framed(len(chunk)) + chunk for chunk in chunks) + END
+
+
+def imported(rig: Rig, path: Path) -> tuple[ImportedKv, int]:
+    """Import a file's KV of the prompt; return what was taken, and by how many bytes the day's budget fell."""
+    assert rig.tiers is not None
+    before = sum(size for _, size in rig.tiers.write_behind.budget.record())
+    answers: list[ImportedKv] = []
+    rig.tiers.import_kv(path, PROMPT, b"", answers.append)
+    while not answers:
+        rig.tiers.turn(False)
+        time.sleep(0.001)
+    return answers[0], sum(size for _, size in rig.tiers.write_behind.budget.record()) - before
+
+
+def test_an_import_costs_the_days_bytes_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither chunks that the store refuses nor those that it has already."""
+    first = CrashFiles()
+    rig = life(first)
+    rig.ask(PROMPT)
+    files, path = CrashFiles(), stored.FOLDER.with_name("kv.file")
+    files.put(path, exported(first, rig))
+    rig = life(files)
+    assert rig.tiers is not None
+    store = rig.tiers._durable
+    assert isinstance(store, DiskStore)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(store, "keep", lambda chunks: 0)
+        taken, cost = imported(rig, path)
+    assert (taken.chunks, taken.refused, cost) == (0, 6, 0)
+    taken, cost = imported(rig, path)
+    assert taken.chunks == 6 and cost == 6 * store.kept_bytes(0, PAGES)
+    taken, cost = imported(rig, path)
+    assert (taken.chunks, cost) == (6, 0)
 
 
 def test_damaged_chunks_are_reported() -> None:

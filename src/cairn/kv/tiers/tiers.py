@@ -405,20 +405,28 @@ class Tiers:
     def import_kv(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[ImportedKv], None]) -> None:
         """Store a file's KV of a context on the disk, on a thread of its own, since there may be much."""
         store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
+        spent: dict[bytes, int] = {}
         if store is None:
             return done(ImportedKv())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
             chunk = self._lookup.chunk(seq_kv, tokens, group, depth, part, pages)
-            if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)) or not budget.left():
+            if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)):
                 return None
-            budget.spend(store.kept_bytes(group, len(pages)))
+            if not store.has(chunk.key):  # a chunk that is stored already is not written again
+                if not budget.left():
+                    return None
+                spent[chunk.key] = store.kept_bytes(group, len(pages))
+                budget.spend(spent[chunk.key])
             return chunk
+
+        def refuse(chunk: Chunk) -> None:
+            budget.refund(spent.pop(chunk.key, 0))
 
         def work() -> None:
             taken = ImportedKv()
             try:
-                taken = store.import_kv(path, keyed)
+                taken = store.import_kv(path, keyed, refuse)
             except Exception as error:  # a bug of ours; the caller must get an answer all the same
                 log.error("KV could not be taken in: %s", trace(error))
             self._answers.append(lambda: done(taken))
