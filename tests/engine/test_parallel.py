@@ -16,8 +16,10 @@ from cairn.engine.parallel import ParallelEngine
 from cairn.engine.rank_group import ShardKernels
 from cairn.engine.shards import ShardedWeights, check_parallel
 from cairn.kernels.program import Interpreted, KernelCall, Slot
+from cairn.kv.pool.blocks import Copy
 from cairn.models.spec.config import load_spec
-from cairn.types.errors import DeviceError, ModelError
+from cairn.scheduler.planned_step import Plan
+from cairn.types.errors import DeviceError, DeviceMemoryError, ModelError
 from tests.engine.rank_threads import ThreadedRanks
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
@@ -85,6 +87,45 @@ def test_a_rank_that_dies_ends_the_step(tmp_path: Path, monkeypatch: pytest.Monk
     engine._others[0].process.wait()
     with pytest.raises(DeviceError):
         driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        *(("step", error) for error in (DeviceMemoryError("short"), MemoryError("short"), ValueError("wrong"))),
+        *((call, DeviceMemoryError("short")) for call in ("copy", "read", "write")),
+    ],
+)
+def test_what_fails_in_one_rank_alone_ends_all(
+    call: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank is still within the call: what it would add to the next step belongs to another layer."""
+    folder, tokens = write_model(tmp_path, **MODELS["llama 2"]), prompt(LENGTH)
+    engine = parallel(folder, 2)
+    driver = Driver(engine, monkeypatch)  # type: ignore[arg-type]
+    tables = driver.tables(LENGTH)
+    driver.logits(tokens, [LENGTH], tables)
+    pages = engine.read_blocks(0, tables[0][:1]).wait()
+    row = driver.row(tokens, 0, LENGTH, driver.tables(LENGTH), LENGTH - 1)
+    plan = Plan([row], [], [], [], [Copy(0, 0, 1)] if call == "copy" else [], LENGTH, 0)
+
+    def fail(*given: object) -> None:
+        raise error
+
+    place = {"step": (engine._group, "add_up"), "copy": (engine._own, "copy_blocks")}
+    place |= {one: (engine._own, f"{one}_blocks") for one in ("read", "write")}
+    with monkeypatch.context() as patched:
+        patched.setattr(*place[call], fail)
+        found: object = None
+        if call in ("step", "copy"):
+            found = plan.run(engine)
+        else:
+            with pytest.raises(DeviceError) as caught:
+                engine.read_blocks(0, [0]) if call == "read" else engine.write_blocks(0, [0], pages)
+            found = caught.value
+    assert type(found) is DeviceError and str(error) in str(found)
+    assert type(plan.run(engine)) is DeviceError  # also once nothing fails any more
     engine.close()
 
 

@@ -11,7 +11,7 @@ from cairn.frontend.request_table import KEEP_CHARACTERS, KEEP_REQUESTS, KEEP_SE
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import GenerationFailed
-from cairn.types.outputs import FinishReason, TokenLogprob
+from cairn.types.outputs import FinishReason, Output, TokenLogprob
 from cairn.types.request import OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
@@ -61,6 +61,29 @@ def test_text_held_back_at_the_token_limit_is_no_stop(tmp_path: Path) -> None:
         flight.end(FinishReason.LENGTH, GenerationFailed("no room"), None)
         ends.append(flight.status().reason)
     assert ends == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.STOP]
+
+
+@pytest.mark.parametrize("resumed", [0, 1])
+def test_guesses_behind_a_stop_string_are_not_in_the_answer(tmp_path: Path, resumed: int) -> None:
+    tokenizer = Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG))
+    ids = [tokenizer.encode(letter)[0] for letter in "abcdefghi"]
+    stop = "f"
+    request = Request(
+        id=1, prompt=(1,), sampling=SamplingParams(max_tokens=50), stop=(stop,), generated=tuple(ids[:resumed])
+    )
+    flight = RequestState(request, TextStream(tokenizer, request), 0.0)
+    outputs = [
+        Output(id=1, tokens=tuple(ids[resumed:3]), accepted_prediction_tokens=1, rejected_prediction_tokens=2),
+        Output(id=1, tokens=tuple(ids[3:]), accepted_prediction_tokens=len(ids) - 4),
+        Output(id=1, tokens=(ids[0], ids[1]), accepted_prediction_tokens=1),  # underway when the text ended
+    ]
+    for output in outputs:
+        flight.accept(output)
+    flight.end(FinishReason.STOP, None, None)
+    usage = flight.usage
+    assert usage.completion_tokens == 6 - resumed
+    assert usage.accepted_prediction_tokens == 1 + 3
+    assert usage.accepted_prediction_tokens + usage.rejected_prediction_tokens == 1 + 2 + len(ids) - 4 + 1
 
 
 def ended(id: int, text: str = "") -> RequestStatus:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Any
 
+import msgspec
 import pytest
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.kv.pool.blocks import BlockPool
+from cairn.kv.pool.blocks import BlockPool, Copy
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.drafts.drafter import DraftPolicy
 from cairn.scheduler.planned_step import Plan
@@ -20,7 +21,7 @@ from cairn.scheduler.step_budget import ENOUGH_TOKENS, Limits
 from cairn.types.errors import Conflict, ContextTooLong, DeviceMemoryError, InvalidRequest
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request, SamplingParams
-from cairn.types.step import Row, RowResult
+from cairn.types.step import Ready, Row, RowResult
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))
@@ -586,6 +587,52 @@ def test_a_state_that_a_step_out_of_memory_may_have_changed_is_not_continued(
         rig.add(number)
     rig.run()
     assert all(outputs[-1].finish is FinishReason.ERROR for outputs in rig.outputs.values())
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 5)])
+def test_a_row_without_its_copied_block_ends_alone(monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...]) -> None:
+    """Computed without it, the row would leave wrong KV, which later requests would find."""
+    rig = Rig(windows=windows)
+    rig.add(1, max_tokens=3)
+    rig.run()
+    real, left = rig.engine.copy_blocks, [True]
+
+    def copy(group: int, pairs: Tokens[tuple[int, int]]) -> Any:
+        if left:
+            left.clear()
+            raise DeviceMemoryError("the device has no memory left: 2 GB more were wanted")
+        return real(group, pairs)
+
+    monkeypatch.setattr(rig.engine, "copy_blocks", copy)
+    asked = [rig.add(2, (*PROMPT[:38], 60, 61)), rig.add(3, (5, 6, 7)), rig.add(4, (*PROMPT[:37], 50, 51))]
+    rig.run()
+    assert not left and rig.finish(2) is FinishReason.ERROR and "2 GB" in rig.outputs[2][-1].error
+    assert [rig.tokens(id) for id in (3, 4)] == [rig.oracle(request) for request in asked[1:]]
+    again = rig.add(5, asked[0].prompt)
+    rig.run()
+    assert rig.tokens(5) == rig.oracle(again)
+    assert rig.nothing_held()
+
+
+def test_a_copy_of_a_block_that_was_not_copied_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may be copied from that another copy of the same plan was to fill."""
+    rig = Rig()
+    made = list[Any]()
+
+    def copy(group: int, pairs: Tokens[tuple[int, int]]) -> Any:
+        if pairs == [(1, 2)]:
+            raise DeviceMemoryError("short")
+        made.extend(pairs)
+        return Ready(None)
+
+    monkeypatch.setattr(rig.engine, "copy_blocks", copy)
+    monkeypatch.setattr(rig.engine, "prefill", lambda rows: Ready([RowResult()] * len(rows)))
+    row = Row([1, 2], 0, 1, ((3,),), None, 2, SamplingParams(max_tokens=1), 0)
+    copies = [Copy(0, 1, 2), Copy(0, 2, 3), Copy(0, 4, 5)]
+    plan = Plan([row, msgspec.structs.replace(row, tables=((5,),))], [], [], [], copies, 2, 0)
+    results = plan.run(rig.engine)
+    assert made == [(4, 5)] and isinstance(results, list)
+    assert [result.error for result in results] == ["short", ""]
 
 
 def test_a_row_that_fails_ends_alone() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cairn.config.config import Config
+from cairn.types.errors import DeviceError, DeviceMemoryError
 from cairn.types.stats import KvStats, SchedulerStats, Swept
-from cairn.worker import wire
+from cairn.worker import wire, worker
 from cairn.worker.worker import BEAT_SECONDS, WorkerLoop
 
 
@@ -80,3 +84,31 @@ def test_heartbeats_continue_while_a_reply_is_pending() -> None:
     assert world.busy == [False, *4 * [True], False]
     kinds = [type(message) for message in world.sent]
     assert kinds == [*4 * [wire.StepOutputs], wire.KVAnswer]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_after_a_failure_of_the_device_nothing_more_is_copied_out_of_it(
+    memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be stored as right and be found by the next worker."""
+    closed: list[bool] = []
+    error = DeviceMemoryError("short") if memory else DeviceError("the device failed")
+
+    def run(loop: WorkerLoop) -> None:
+        raise error
+
+    def close(seconds: float, *, intact: bool) -> None:
+        closed.append(intact)
+
+    rest = SimpleNamespace(close=lambda: None)
+    cache = SimpleNamespace(leading_pool=None, info=SimpleNamespace(block_tokens=16))
+    loaded: Any = SimpleNamespace(engine=rest, scheduler=None, cache=cache, tiers=SimpleNamespace(close=close))
+    loaded.grammars, loaded.guesser, loaded.clock, loaded.ready = rest, None, None, wire.Beat(cpu=0.0)
+    monkeypatch.setattr(WorkerLoop, "run", run)
+    monkeypatch.setattr(worker, "load", lambda channel, first: loaded)
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(wire.Channel(ours)) as front:
+        front.send(wire.LoadModel(Config(), ""))
+        with pytest.raises(DeviceError):
+            worker.serve(theirs)
+    assert closed == [memory]

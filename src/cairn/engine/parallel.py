@@ -1,18 +1,20 @@
 """The engine of several ranks: rank 0 here, which plans and samples; the others in processes of their own.
 
 All ranks take the same steps in the same order. A page has all ranks' parts in order; what several ranks hold alike
-(shared key heads, latents) is in it once. If a rank dies, the step fails with a `DeviceError`, so the worker ends, and
-the supervisor starts all of them anew.
+(shared key heads, latents) is in it once. If a call fails in one rank, for whatever reason, the others may still be
+within it, and from then on all would add up parts of different layers. So that is a `DeviceError`: the worker ends, and
+the supervisor starts all ranks anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -86,9 +88,11 @@ class RankProcess:
         assert isinstance(answer, Pages)
         return answer.pages
 
-    def close(self) -> None:
-        """End the process, by force if it does not go."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the process, by force if it does not go, or at once if it `failed` and may wait for another rank."""
         self.connection.close()
+        if failed:
+            self.process.kill()
         try:
             self.process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -105,6 +109,8 @@ class ParallelEngine:
         self._sizes = own.info.block_bytes
         self._parts = parts
         self._steps = 0
+        self._failed = ""
+        """What the first call that failed met; every later one is refused."""
         self.info = dataclasses.replace(
             own.info,
             block_bytes=tuple(size * parts for size in self._sizes),
@@ -152,9 +158,10 @@ class ParallelEngine:
         """Compute one step on all ranks."""
         if not rows:
             return Ready([])
-        self._tell(Compute(self._steps, [part_of(row) for row in rows]))
-        self._steps += 1
-        return self._own.prefill(rows)
+        with self._together():
+            self._tell(Compute(self._steps, [part_of(row) for row in rows]))
+            self._steps += 1
+            return Ready(self._own.prefill(rows).wait())
 
     def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """Compute rows of one token each."""
@@ -167,25 +174,28 @@ class ParallelEngine:
     def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
         """Return pages with the parts of all ranks."""
         owners = [self._others[part * self._group.ranks // self._parts - 1] for part in range(1, self._parts)]
-        for other in owners:
-            other.send(ReadPages(group, list(ids)))
-        parts = [self._own.read_blocks(group, ids).wait(), *(other.pages() for other in owners)]
-        return Ready([memoryview(b"".join(page)) for page in zip(*parts, strict=True)])
+        with self._together():
+            for other in owners:
+                other.send(ReadPages(group, list(ids)))
+            parts = [self._own.read_blocks(group, ids).wait(), *(other.pages() for other in owners)]
+            return Ready([memoryview(b"".join(page)) for page in zip(*parts, strict=True)])
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
         """Hand each rank its part of the pages; a page of another size is a `ValueError` and writes nothing."""
         size, count = self._sizes[group], self._parts
         if any(memoryview(page).nbytes != size * count for page in pages):
             raise ValueError(f"a page of group {group} has {size * count} bytes")
-        for rank, other in enumerate(self._others, 1):
-            number = rank * count // self._group.ranks
-            other.send(WritePages(group, list(ids), [bytes(_part(page, size, number)) for page in pages]))
-        return self._own.write_blocks(group, ids, [_part(page, size, 0) for page in pages])
+        with self._together():
+            for rank, other in enumerate(self._others, 1):
+                number = rank * count // self._group.ranks
+                other.send(WritePages(group, list(ids), [bytes(_part(page, size, number)) for page in pages]))
+            return Ready(self._own.write_blocks(group, ids, [_part(page, size, 0) for page in pages]).wait())
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
         """Copy blocks on all ranks."""
-        self._tell(CopyBlocks(group, list(pairs)))
-        return self._own.copy_blocks(group, pairs)
+        with self._together():
+            self._tell(CopyBlocks(group, list(pairs)))
+            return Ready(self._own.copy_blocks(group, pairs).wait())
 
     def read_adapter(self, place: Path) -> AdapterData:
         """Raise ModelError: the parts of adapters are not shared among ranks."""
@@ -201,10 +211,24 @@ class ParallelEngine:
     def close(self) -> None:
         """End all ranks. A second call does nothing."""
         for other in self._others:
-            other.close()
+            other.close(failed=bool(self._failed))
         self._others.clear()
         self._own.close()
         self._group.close()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Turn every exception of a call on all ranks into a plain `DeviceError`, and refuse the calls after it."""
+        if self._failed:
+            raise DeviceError(f"the ranks failed before and no longer agree: {self._failed}")
+        try:
+            yield
+        except Exception as error:
+            self._failed = f"{type(error).__name__}: {error}"[:300]
+            if type(error) is DeviceError:
+                raise
+            # Neither a `DeviceMemoryError`, after which the rows would be run again, nor a mere error of these rows.
+            raise DeviceError(f"rank 0 failed where the other ranks did not: {self._failed}") from error
 
     def _tell(self, message: ToRank) -> None:
         for other in self._others:

@@ -5,9 +5,9 @@ It loads its part, does what rank 0 says, and ends when rank 0 is gone.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -86,8 +86,13 @@ def serve(connection: Connection) -> None:
 
 def main() -> None:
     """Serve the connection whose descriptor is the only argument."""
-    with contextlib.suppress(EOFError, OSError, DeviceError):
+    try:
         serve(Connection(int(sys.argv[1])))
+    except (EOFError, OSError, DeviceError):
+        pass
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
     os._exit(0)  # a collective that waits for a dead rank would keep the process
 
 

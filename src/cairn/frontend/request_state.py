@@ -121,6 +121,7 @@ class RequestState:
 
     __slots__ = (
         "_events",
+        "_guessed",
         "_logprobs",
         "_merge_at",
         "_parts",
@@ -198,6 +199,9 @@ class RequestState:
         self.spans: Spans | None = None
         """Collector of the spans of its time, if anybody wants them."""
         self._unread: list[int] = []
+        self._guessed: list[tuple[int, int]] = []
+        """For each unread output with accepted guesses, which come first in it: the number of its first token, and how
+        many there are. Kept only while the text itself may end the request."""
         self._logprobs = PackedLogprobs()
         """Log-probabilities of tokens that no delta has reported; a delta gets those of its `kinds` when it is
         taken."""
@@ -225,6 +229,8 @@ class RequestState:
             self._events.append(Delta(progress=(output.progress,)))
         self.vector = output.vector or self.vector
         self.mu = self.mu if output.mu is None else output.mu
+        if output.accepted_prediction_tokens and self.eager:
+            self._guessed.append((len(self.tokens) - len(self.request.generated), output.accepted_prediction_tokens))
         self.accepted += output.accepted_prediction_tokens
         self.rejected += output.rejected_prediction_tokens
         self.tokens.extend(output.tokens)
@@ -254,6 +260,17 @@ class RequestState:
         if self._unread:
             tokens, self._unread = self._unread, []
             self._add(self.text.push(tokens))
+            if self._guessed:
+                self._settle_guesses()
+
+    def _settle_guesses(self) -> None:
+        """Count guesses as rejected whose tokens the text ignores, since they follow its end."""
+        if self.text.stopped:
+            for first, count in self._guessed:
+                ignored = max(0, count - max(0, self.text.completion_tokens - first))
+                self.accepted -= ignored
+                self.rejected += ignored
+        self._guessed.clear()
 
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
         """Close the text and queue the last event. The consumer gets `error` after all text before it.

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from cairn.types.errors import ModelFileError
+from cairn.types.model_spec import MAX_BY_LAYER
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -232,6 +233,17 @@ class Fields:
         ):
             raise self.error(name, f"a token id or a list of token ids below {vocab}")
         return tuple(one for one in dict.fromkeys(found) if 0 <= one < vocab)
+
+    def check_by_layer(self, what: str, name: str, count: int, layers_name: str, layers: int) -> None:
+        """Raise `ModelFileError` if `count` (the field `name`) of something in each of so many layers are too many.
+
+        Each field alone may be in range: what takes memory is their product.
+        """
+        if count * layers > MAX_BY_LAYER:
+            raise ModelFileError(
+                f"{self.path}: {self.prefix}{name} ({count}) in {layers} layers ({self.prefix}{layers_name}) are "
+                f"{count * layers} {what}; the most is {MAX_BY_LAYER}"
+            )
 
     def object(self, name: str) -> Fields:
         """Return a nested object; empty if the field is absent."""

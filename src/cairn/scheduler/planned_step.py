@@ -15,6 +15,9 @@ from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
 from cairn.types.step import Engine, EngineCall, Ready, Row, RowResult
 
+Uncopied = dict[tuple[int, int], DeviceMemoryError]
+"""Blocks, by group and number, that were to be copies and are not, and why."""
+
 
 def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> tuple[int, int]:
     """Return a step's prompt tokens, which are those in rows of more than one token, and its number of one-token rows.
@@ -63,19 +66,26 @@ class Plan(msgspec.Struct, frozen=True):
     def submit(self, engine: Engine) -> SubmittedStep:
         """Start the step. An exception of the engine is kept for `SubmittedStep.results`."""
         try:
+            if self.copies and self.rows and (lacking := self._copy(engine)):
+                return SubmittedStep(self, engine, next(iter(lacking.values())), lacking)
             return SubmittedStep(self, engine, self._start(engine))
         except Exception as error:
             return SubmittedStep(self, engine, error)
 
-    def one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
+    def one_by_one(self, engine: Engine, error: DeviceMemoryError, lacking: Uncopied) -> list[RowResult] | Exception:
         """Run each row alone after a step ran out of memory, so that only rows too large on their own fail.
 
-        All rows fail of models with recurrent states: the failed step may have changed states in place.
+        Rows that read blocks of `lacking` fail too. All rows fail of models with recurrent states: the failed step may
+        have changed states in place.
         """
         if len(self.rows) < 2 or any(group.kind == "state" for group in engine.info.groups):
             return [RowResult(error=str(error))] * len(self.rows)
         results = list[RowResult]()
         for row in self.rows:
+            short = next((why for (group, block), why in lacking.items() if block in row.tables[group]), None)
+            if short is not None:
+                results.append(RowResult(error=str(short)))
+                continue
             try:
                 results += (engine.embed if self.encodes else engine.prefill)([row]).wait()
             except DeviceMemoryError as own:
@@ -84,11 +94,26 @@ class Plan(msgspec.Struct, frozen=True):
                 return other
         return results
 
+    def _copy(self, engine: Engine) -> Uncopied:
+        """Make the copies, and return those for which there was no memory.
+
+        They are never made again: once a step has run, the blocks to copy from may hold something else.
+        """
+        lacking: Uncopied = {}
+        for group, source, target in self.copies:
+            if (known := lacking.get((group, source))) is not None:
+                lacking[group, target] = known
+                continue
+            try:
+                engine.copy_blocks(group, [(source, target)]).wait()
+                lacking.pop((group, target), None)
+            except DeviceMemoryError as error:
+                lacking[group, target] = error
+        return lacking
+
     def _start(self, engine: Engine) -> EngineCall[list[RowResult]]:
         if not self.rows:
             return Ready([])
-        for group, source, target in self.copies:
-            engine.copy_blocks(group, [(source, target)]).wait()
         if self.encodes:
             return engine.embed(self.rows)
         if not self.chunked and not self.extra:
@@ -102,6 +127,8 @@ class SubmittedStep(msgspec.Struct, frozen=True):
     plan: Plan
     engine: Engine
     call: EngineCall[list[RowResult]] | Exception
+    lacking: Uncopied = {}
+    """Blocks that were to be copied into before the step."""
 
     def results(self) -> list[RowResult] | Exception:
         """Wait for the step; return the results of its rows or the engine's exception."""
@@ -110,7 +137,7 @@ class SubmittedStep(msgspec.Struct, frozen=True):
                 raise self.call
             return self.call.wait()
         except DeviceMemoryError as error:
-            return self.plan.one_by_one(self.engine, error)
+            return self.plan.one_by_one(self.engine, error, self.lacking)
         except Exception as error:
             return error
 

@@ -18,6 +18,9 @@ MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
 MAX_HEAD_DIM = 1 << 10
 """Largest head size served: the kernels' limit, and a bound on what a model file may claim."""
+MAX_BY_LAYER = 1 << 17
+"""Most experts of all layers together, or heads with matrices of their own: each is several tensors. The largest models
+have some 25,000."""
 Kind = Literal["chat", "embed", "rerank"]
 Parallel = Literal["", "one norm", "two norms"]
 

@@ -299,6 +299,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
     channel = wire.Channel(sock)
     pulse = Pulse(channel, process)
     loaded: LoadedEngine | None = None
+    intact = True
     try:
         (first, *rest) = channel.receive(None)
         if not isinstance(first, wire.LoadModel) or rest:
@@ -318,6 +319,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         loop = WorkerLoop(channel, loaded, pulse)
         try:
             loop.run()
+        except DeviceError as error:
+            intact = isinstance(error, DeviceMemoryError)
+            raise
         finally:
             loop.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -326,7 +330,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         pulse.stop()
         if loaded is not None:
             if loaded.tiers is not None:
-                loaded.tiers.close(_STORE_SECONDS)
+                loaded.tiers.close(_STORE_SECONDS, intact=intact)
             loaded.engine.close()
             if loaded.guesser is not None:
                 loaded.guesser.close()

@@ -7,12 +7,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cairn.kv.disk.codec import Raw
+from cairn.kv.disk.portable_kv import END, MAGIC, framed
 from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.prefix import numerics
 from cairn.kv.pool.sequence_kv import TierName
@@ -21,10 +23,11 @@ from cairn.kv.tiers.day_budget import DAY_SECONDS
 from cairn.kv.tiers.reader import LoadPolicy
 from cairn.kv.tiers.store import Chunk, Store
 from cairn.kv.tiers.write_behind import IDLE_SECONDS, WriteLimits
+from cairn.types.errors import DeviceMemoryError
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request, SamplingParams
-from cairn.types.stats import Miss, Placed, Swept
+from cairn.types.stats import ImportedKv, Miss, Placed, Swept
 from cairn.worker import wire
 from cairn.worker.worker import REST_SECONDS, WorkerLoop
 from tests.files import CrashFiles
@@ -481,6 +484,80 @@ def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush()
     assert rig.ask(PROMPT[::-1]).computed == 100 and broken.inner.stats().chunks == 6
 
 
+def short(*given: Any) -> Any:
+    raise DeviceMemoryError("the device has no memory left")
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("short"), MemoryError("short")], ids=repr)
+def test_a_chunk_that_there_is_no_memory_to_copy_is_given_up(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those that extend it, and no others; nothing is left behind in the queue, and no flush waits for it."""
+    store = disk()
+    rig = Rig({"disk": store})
+    assert rig.tiers is not None
+    real, calls = rig.engine.read_blocks, [0]
+
+    def read(group: int, ids: Sequence[int]) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise error
+        return real(group, ids)
+
+    monkeypatch.setattr(rig.engine, "read_blocks", read)
+    rig.add(PROMPT)
+    answers: list[int] = []
+    while rig.step():
+        pass
+    rig.tiers.flush(answers.append)
+    rig.settle()
+    assert store.stats().chunks == 2 and answers == [4] and rig.tiers.write_behind.dropped == 4
+    assert not rig.tiers.write_behind.bytes and not rig.tiers.write_behind.chunks
+    assert Rig({"disk": store}).ask(PROMPT).disk == 32
+
+
+def test_a_block_that_there_is_no_memory_to_copy_is_evicted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig({"disk": disk()}, blocks=30)
+    monkeypatch.setattr(rig.engine, "read_blocks", short)
+    for first in range(4):
+        prompt = [first, *PROMPT]
+        rig.add(prompt)
+        rig.settle()
+        expected = rig.engine.oracle(prompt, SamplingParams(max_tokens=3), 3)
+        assert [token for output in rig.outputs[first + 1] for token in output.tokens] == expected
+    assert rig.tiers is not None and rig.tiers.write_behind.dropped and not rig.tiers.write_behind.bytes
+
+
+@pytest.mark.parametrize("at", [1, 3, 7])
+def test_loaded_kv_that_there_is_no_memory_for_is_computed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`at`: the write that fails. The last one puts a block into the pool that agrees only in its first tokens."""
+    store = disk()
+    Rig({"disk": store}).ask(PROMPT)
+    other = [*PROMPT[:94], 1, 2, 3, 4, 5, 6]
+    rig = Rig({"disk": store})
+    real, calls = rig.engine.write_blocks, [0]
+
+    def write(group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Any:
+        calls[0] += 1
+        return short() if calls[0] == at else real(group, ids, pages)
+
+    monkeypatch.setattr(rig.engine, "write_blocks", write)
+    assert rig.ask(other).computed == {1: 100, 3: 68, 7: 8}[at] and calls[0] == at
+    assert rig.tiers is not None and rig.tiers.stats().abandoned == 1 and not rig.tiers.loading
+    assert all(use.held == 0 for use in rig.cache.use())
+
+
+def test_after_a_failure_of_the_device_only_what_was_copied_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk()
+    rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=PAGES))
+    assert rig.tiers is not None
+    rig.add(PROMPT)
+    while rig.step():
+        pass
+    monkeypatch.setattr(rig.engine, "read_blocks", short)
+    rig.tiers.start()
+    rig.tiers.close(20, intact=False)
+    assert store.stats().chunks == 1 and rig.tiers.write_behind.dropped == 0
+
+
 def test_a_store_that_loses_a_chunk_costs_time_only() -> None:
     """A chunk that the index lists is gone when read; the chunks before it are used (known failures 17, 32, 38)."""
     store = disk()
@@ -770,6 +847,47 @@ def test_the_days_bytes_count_over_restarts(how: str) -> None:
         rig.ask(OTHER)
         assert rig.tiers is not None and chunks_in(after) == chunks
         rig.tiers.close(0)
+
+
+def exported(files: CrashFiles, rig: Rig) -> bytes:
+    """Return the file of a prompt's KV."""
+    assert rig.tiers is not None
+    found = files.files()
+    chunks = [found[path] for path in rig.tiers.paths(PROMPT, b"")]
+    return MAGIC + b"".join(framed(len(chunk)) + chunk for chunk in chunks) + END
+
+
+def imported(rig: Rig, path: Path) -> tuple[ImportedKv, int]:
+    """Import a file's KV of the prompt; return what was taken, and by how many bytes the day's budget fell."""
+    assert rig.tiers is not None
+    before = sum(size for _, size in rig.tiers.write_behind.budget.record())
+    answers: list[ImportedKv] = []
+    rig.tiers.import_kv(path, PROMPT, b"", answers.append)
+    while not answers:
+        rig.tiers.turn(False)
+        time.sleep(0.001)
+    return answers[0], sum(size for _, size in rig.tiers.write_behind.budget.record()) - before
+
+
+def test_an_import_costs_the_days_bytes_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither chunks that the store refuses nor those that it has already."""
+    first = CrashFiles()
+    rig = life(first)
+    rig.ask(PROMPT)
+    files, path = CrashFiles(), stored.FOLDER.with_name("kv.file")
+    files.put(path, exported(first, rig))
+    rig = life(files)
+    assert rig.tiers is not None
+    store = rig.tiers._durable
+    assert isinstance(store, DiskStore)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(store, "keep", lambda chunks: 0)
+        taken, cost = imported(rig, path)
+    assert (taken.chunks, taken.refused, cost) == (0, 6, 0)
+    taken, cost = imported(rig, path)
+    assert taken.chunks == 6 and cost == 6 * store.kept_bytes(0, PAGES)
+    taken, cost = imported(rig, path)
+    assert (taken.chunks, cost) == (6, 0)
 
 
 def test_damaged_chunks_are_reported() -> None:

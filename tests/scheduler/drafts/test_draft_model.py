@@ -12,6 +12,7 @@ from cairn.scheduler.drafts.combined import CombinedDrafter
 from cairn.scheduler.drafts.draft_model import PIECE, DraftModel
 from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.drafts.suffix import SuffixDrafter
+from cairn.types.errors import DeviceMemoryError
 from cairn.types.request import Request, SamplingParams
 from tests.scheduler.test_scheduler import VOCAB, Rig
 
@@ -130,6 +131,22 @@ def test_an_engine_that_fails_ends_its_guesses_and_nothing_else(caplog: pytest.L
     guessed, _ = answers(requests, MeasuredPolicy(fixed=3, model=model))
     assert guessed == plain and model.broken
     assert caplog.text.count("the draft model failed") == 1
+
+
+def test_a_block_that_cannot_be_copied_ends_its_guesses_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [
+        Request(id=id, prompt=tuple(range(1, 40 - id)), sampling=SamplingParams(max_tokens=9)) for id in range(1, 4)
+    ]
+    plain, _ = answers(requests, None, max_running=1)
+    model = guesser()
+
+    def failing(group: int, pairs: Any) -> Any:
+        raise DeviceMemoryError("injected")
+
+    monkeypatch.setattr(model._engine, "copy_blocks", failing)
+    guessed, _ = answers(requests, MeasuredPolicy(fixed=3, model=model), max_running=1)
+    assert guessed == plain and model.broken
+    assert sum(use.held for use in model._cache.use()) == 0
 
 
 def test_recurrent_states_are_refused() -> None:

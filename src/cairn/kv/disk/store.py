@@ -302,7 +302,12 @@ class DiskStore:
             found = [self._state.index.get(self._tag + key) for key in keys]
         return [self._state.folder.path(entry.name) for entry in found if entry is not None]
 
-    def import_kv(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> ImportedKv:
+    def import_kv(
+        self,
+        path: Path,
+        keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None],
+        refuse: Callable[[Chunk], None],
+    ) -> ImportedKv:
         """See `DurableStore`. The file's format is that of `portable_kv`."""
         chunks = size = ignored = refused = 0
         try:
@@ -319,8 +324,11 @@ class DiskStore:
                 chunk = self._checked(file.read(at, length), keyed)
                 if chunk is None:
                     ignored += 1
-                elif not isinstance(chunk, Chunk) or not self.keep([chunk]):
+                elif not isinstance(chunk, Chunk):
                     refused += 1
+                elif not self.keep([chunk]):
+                    refused += 1
+                    refuse(chunk)
                 else:
                     chunks, size = chunks + 1, size + len(memoryview(chunk.pages).cast("B"))
         except (OSError, portable_kv.Broken):

@@ -93,7 +93,11 @@ class PartialBlocks:
             key = prefix.extend(parent, follow)
             if pool.find(key, follow) is None:
                 (block,) = pool.take(1)
-                write(number, block)
+                try:
+                    write(number, block)
+                except Exception:
+                    pool.release((block,))
+                    raise
                 published = pool.publish(block, key, follow, parent)
                 pool.release((block if published is None else published,))
         return agreed

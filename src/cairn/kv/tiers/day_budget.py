@@ -51,7 +51,7 @@ class DayBudget:
     def spend(self, size: int) -> None:
         """Count bytes that are about to be written."""
         with self._lock:
-            now = self._now()
+            now = self._settle()
             if not self._spans or now - self._spans[-1][0] >= _SPAN:
                 self._spans.append([now, 0])
             self._spans[-1][1] += size
@@ -83,10 +83,19 @@ class DayBudget:
         return tuple(found)
 
     def _total(self) -> float:
+        self._settle()
+        return sum(size for _, size in self._spans)
+
+    def _settle(self) -> float:
+        """Forget what is older than a day; return the time. Spans in the future, if the clock was set back, are now."""
         now = self._now()
+        for span in reversed(self._spans):
+            if span[0] <= now:
+                break
+            span[0] = now
         while self._spans and now - self._spans[0][0] >= DAY_SECONDS + _SPAN:
             self._spans.popleft()
-        return sum(size for _, size in self._spans)
+        return now
 
     def _now(self) -> float:
         return self._clock.time_ns() / 1e9

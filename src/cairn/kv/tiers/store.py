@@ -282,10 +282,16 @@ class DurableStore(Store, Protocol):
         """Return the files of those chunks that are here, in this order."""
         ...
 
-    def import_kv(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> ImportedKv:
+    def import_kv(
+        self,
+        path: Path,
+        keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None],
+        refuse: Callable[[Chunk], None],
+    ) -> ImportedKv:
         """Import the KV of a file, after every check of its chunks.
 
-        `keyed` makes the chunk of a group, a depth, tokens and pages; None to refuse it.
+        `keyed` makes the chunk of a group, a depth, tokens and pages; None to refuse it. `refuse` is called with each
+        of these chunks that the store does not take.
         """
         ...
 

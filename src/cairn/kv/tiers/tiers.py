@@ -35,7 +35,7 @@ from cairn.kv.tiers.store import (
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
-from cairn.types.errors import trace
+from cairn.types.errors import DeviceMemoryError, trace
 from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.stats import ImportedKv, KvStats, MissReason, Placed, Swept
 from cairn.types.step import NO_BLOCK, Engine
@@ -189,7 +189,8 @@ class Tiers:
     def turn(self, idle: bool) -> bool:
         """Put arrived chunks into the pool and copy chunks to be written; return whether there is more to do at once.
 
-        `idle`: no request has wanted a step for a while. A failing store raises nothing here.
+        `idle`: no request has wanted a step for a while. A failing store raises nothing here, nor does an engine that
+        is short of memory: what it could not copy is a miss.
         """
         landing = self._loads and any([self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())])
         self._notes.turn()
@@ -203,7 +204,11 @@ class Tiers:
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
-            over = not self._bring(seq_kv, tokens, load, arrival)
+            try:
+                over = not self._bring(seq_kv, tokens, load, arrival)
+            except (DeviceMemoryError, MemoryError) as error:
+                log.warning("loaded KV is computed instead: there is no memory to put it into the pool (%s)", error)
+                over = True
             room -= sum(len(chunk.pages) for chunk in arrival.chunks)
             self.reader.taken(arrival)
         if not over and load.arrived:
@@ -400,20 +405,28 @@ class Tiers:
     def import_kv(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[ImportedKv], None]) -> None:
         """Store a file's KV of a context on the disk, on a thread of its own, since there may be much."""
         store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
+        spent: dict[bytes, int] = {}
         if store is None:
             return done(ImportedKv())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
             chunk = self._lookup.chunk(seq_kv, tokens, group, depth, part, pages)
-            if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)) or not budget.left():
+            if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)):
                 return None
-            budget.spend(store.kept_bytes(group, len(pages)))
+            if not store.has(chunk.key):  # a chunk that is stored already is not written again
+                if not budget.left():
+                    return None
+                spent[chunk.key] = store.kept_bytes(group, len(pages))
+                budget.spend(spent[chunk.key])
             return chunk
+
+        def refuse(chunk: Chunk) -> None:
+            budget.refund(spent.pop(chunk.key, 0))
 
         def work() -> None:
             taken = ImportedKv()
             try:
-                taken = store.import_kv(path, keyed)
+                taken = store.import_kv(path, keyed, refuse)
             except Exception as error:  # a bug of ours; the caller must get an answer all the same
                 log.error("KV could not be taken in: %s", trace(error))
             self._answers.append(lambda: done(taken))
@@ -523,12 +536,16 @@ class Tiers:
         self.writer.start()
         self.reader.start()
 
-    def close(self, grace: float) -> None:
-        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there."""
+    def close(self, grace: float, *, intact: bool = True) -> None:
+        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there.
+
+        If its memory is not `intact`, nothing more is copied out of it: only what was copied before is written.
+        """
         for seq_kv, (_, tokens) in tuple(self._loads.items()):
             self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
-        self.write_behind.finish(grace)
+        if intact:
+            self.write_behind.finish(grace)
         self._notes.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():

@@ -42,6 +42,7 @@ from cairn.kv.tiers.store import Store, chunk_sizes
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
+from cairn.types.errors import DeviceMemoryError
 from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.step import Engine
 
@@ -117,7 +118,7 @@ class WriteBehind:
         """Bytes of all chunks that are queued or being written: held outside the pool."""
         self.dropped = 0
         """Chunks that were given up: the pool evicted their blocks while the queue had no room for them and their
-        ancestors, or no store took them."""
+        ancestors, there was no memory to copy them, or no store took them."""
         self.budget_spent = 0
         """Chunks that were not stored because the day's bytes were spent."""
         for pool in cache.pools:
@@ -457,7 +458,10 @@ class WriteBehind:
     # ------------------------------------------------------------------------------------------------- the queue
 
     def _copy(self, noted: NotedChunk) -> int:
-        """Copy a noted chunk's pages out of the pool and queue it; return the bytes."""
+        """Copy a noted chunk's pages out of the pool and queue it; return the bytes.
+
+        Return 0 if it was given up: the pool no longer has it, the day's bytes are spent, or memory is short.
+        """
         chunk, found = noted.chunk, self._chunks.find(noted)
         if found is None or not self._has_parent(chunk.parent):
             self._give_up(noted)
@@ -466,8 +470,13 @@ class WriteBehind:
             self.budget_spent += 1
             self._give_up(noted)
             return 0
+        try:
+            pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
+        except (DeviceMemoryError, MemoryError) as error:
+            log.warning("a chunk of KV is not stored: there is no memory to copy it (%s)", error)
+            self._give_up(noted)
+            return 0
         self.waiting.unnote(chunk.key)
-        pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
         size = self._store.kept_bytes(chunk.group, len(pages))
         self._copied[chunk.key] = len(pages), noted
         self.bytes += len(pages)

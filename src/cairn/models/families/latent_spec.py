@@ -24,6 +24,8 @@ def latent_fields(config: Fields, family: Family, layers: int, rope: RopeScaling
     if not family.latent:
         return {}
     turned = config.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
+    heads = config.integer("num_attention_heads", 1, 1 << 14)
+    config.check_by_layer("heads", "num_attention_heads", heads, "num_hidden_layers", layers)
     latent = Latent(
         rank=config.integer("kv_lora_rank", 1, MAX_HEAD_DIM),
         query_rank=config.integer("q_lora_rank", 1, 1 << 20) if config.has("q_lora_rank") else 0,

@@ -172,6 +172,8 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
     count = config.integer(named, 0 if row.optional else 1, MAX_EXPERTS)
     if not count:
         return None
+    sparse = tuple(_layers(config, row, layers))
+    config.check_by_layer("experts", named, count, "num_hidden_layers", len(sparse))
     ffn = config.integer(row.ffn, 1, 1 << 22)
     shared = config.integer(row.shared, 0, 1 << 22) if row.shared else 0
     if row.shared_count:
@@ -182,7 +184,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             count=count,
             chosen=config.integer(row.chosen, 1, count, 1 if row.weighs_input else None),
             ffn=ffn,
-            layers=tuple(_layers(config, row, layers)),
+            layers=sparse,
             gated=row.gated,
             scores=row.scores,
             normed=config.flag(row.normed, False) if isinstance(row.normed, str) else row.normed,
@@ -263,7 +265,8 @@ def _layers(config: Fields, row: MixtureFields, layers: int) -> list[int]:
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(one) is not int for one in dense):
         raise config.error("mlp_only_layers", "a list of whole numbers")
-    return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+    known = frozenset(dense)
+    return [layer for layer in range(layers) if layer not in known and (layer + 1) % step == 0]
 
 
 def _by_list(config: Fields, name: str, layers: int) -> list[int]:

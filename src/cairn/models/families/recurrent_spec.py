@@ -154,7 +154,7 @@ def _conv(config: Fields, layers: int, hidden: int) -> Recurrence | None:
         attend = config.values.get("full_attn_idxs")
         if not isinstance(attend, list) or any(type(one) is not int or not 0 <= one < layers for one in attend):
             raise config.error("layer_types", f"a list of {layers} entries, each {_ATTENDS[0]} or conv")
-        limited = [layer for layer in range(layers) if layer not in attend]
+        limited = sorted(set(range(layers)).difference(attend))
     if not limited:
         return None
     bias = config.flag("conv_bias", False)

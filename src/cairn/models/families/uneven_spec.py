@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from cairn.models.families.family import Family
-from cairn.models.families.moe_spec import mixture_tensors
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
@@ -187,7 +186,7 @@ def sources(groups: Sequence[CacheGroup], first: int, layers: int, none_writes: 
 
 
 def uneven_tensors(spec: ModelSpec, uneven: Uneven) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor except embedding, last norm and output."""
+    """Return name and shape of the tensors outside the layers except embedding, last norm and output."""
     found: dict[str, tuple[int, ...]] = {}
     if uneven.inputs:
         wide = spec.layers * uneven.inputs
@@ -196,12 +195,11 @@ def uneven_tensors(spec: ModelSpec, uneven: Uneven) -> dict[str, tuple[int, ...]
         found[INPUTS_NORM] = (uneven.inputs,)
     if uneven.streams is not None:
         found |= stream_tensors(spec, uneven.streams)
-    for layer in range(spec.layers):
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer(spec, uneven, layer).items()}
     return found
 
 
-def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, ...]]:
+def uneven_layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return name (below the layer) and shape of a layer's tensors except its experts'."""
     _, kv_heads, _, size = spec.page(spec.group_of(layer))
     query, kv, hidden = spec.heads * size, kv_heads * size, spec.hidden
     ffn = 2 * spec.ffn if layer in uneven.wide else spec.ffn
@@ -227,8 +225,6 @@ def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, 
         found["layer_scalar"] = (1,)
     else:
         found |= stream_layer_tensors(spec, uneven.streams)
-    if spec.experts is not None:
-        found |= mixture_tensors(spec, spec.experts)
     if uneven.inputs:
         found["per_layer_input_gate.weight"] = (uneven.inputs, hidden)
         found["per_layer_projection.weight"] = (hidden, uneven.inputs)

@@ -435,6 +435,8 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
         return None
     if router is None:
         raise ModelError(f"{keys.path}: {keys.prefix}expert_count is set, which is not supported")
+    sparse = alone or _layers(keys, layers)
+    keys.check_by_layer("experts", "expert_count", count, "block_count", len(sparse))
     ffn = keys.integer("feed_forward_length", 1, 1 << 22, 1)
     shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, ffn) if router.shared_gate else 0
     own = keys.integer("expert_feed_forward_length", 1, 1 << 22, ffn)
@@ -456,7 +458,7 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
             count=count,
             chosen=keys.integer("expert_used_count", 1, count),
             ffn=own,
-            layers=alone or _layers(keys, layers),
+            layers=sparse,
             beside=router.beside,
             weighs_input=router.weighs_input,
             gated=router.gated,

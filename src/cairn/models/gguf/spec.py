@@ -246,6 +246,7 @@ def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...
 
 def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
     """Return the spec with the file's latent-attention sizes."""
+    keys.check_by_layer("heads", "attention.head_count", spec.heads, "block_count", spec.layers)
     latent = Latent(
         rank=keys.integer("attention.kv_lora_rank", 1, MAX_HEAD_DIM),
         query_rank=keys.integer("attention.q_lora_rank", 0, 1 << 20, 0),
@@ -423,7 +424,8 @@ def _groups(
     if family.pieces:
         if keys.has("attention.sliding_window") and not window:
             raise ModelError(f"{keys.path}: {keys.prefix}attention.sliding_window of 0 is not supported")
-        limited = [layer for layer in range(layers) if layer not in _unturned(keys, family, layers)]
+        whole = frozenset(_unturned(keys, family, layers))
+        limited = [layer for layer in range(layers) if layer not in whole]
         return cache_groups(layers, limited, min(family.pieces, context), context, pieces=True)
     if family.window_period and window:
         own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
-from cairn.models.families.moe_spec import CORRECTION, MAX_EXPERTS
+from cairn.models.families.moe_spec import CORRECTION
 from cairn.models.families.mtp_spec import one_layer_gguf_name
 from cairn.models.families.tensor_names import XIELU, unpermute
 from cairn.models.families.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
@@ -200,12 +201,11 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
     def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
         every, shape = list(names), expected[names[0].format(0)]
         if "{}" in names[0] and len(names) > 1:
-            count = next(one for one in range(MAX_EXPERTS + 1) if names[0].format(one) not in expected)
+            count = len(_numbered(names[0], expected))
             every = [name.format(number) for number in range(count) for name in names]
             shape = (count, sum(expected[name.format(0)][0] for name in names), *shape[1:])
         elif "{}" in names[0]:
-            numbered = (names[0].format(number) for number in range(MAX_EXPERTS))
-            every = [name for name in numbered if name in expected]
+            every = _numbered(names[0], expected)
             shape = (len(every), *shape)
         elif len(names) > 1:
             shape = (sum(expected[name][0] for name in names), *shape[1:])
@@ -300,6 +300,11 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._found) + len(self._constants)
+
+
+def _numbered(name: str, expected: Container[str]) -> list[str]:
+    """Return the expected names that have 0, 1 and so on in the place of `{}`."""
+    return list(takewhile(expected.__contains__, map(name.format, count())))
 
 
 def _constants(gguf: Gguf, own: Architecture, spec: ModelSpec) -> dict[str, NDArray[Any]]:

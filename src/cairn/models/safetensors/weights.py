@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,7 +28,7 @@ from cairn.models.families.moe_spec import mixture_tensors
 from cairn.models.families.mtp_spec import ahead_tensors, one_layer_name
 from cairn.models.families.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.families.tensor_names import XIELU, own_tensors
-from cairn.models.families.uneven_spec import uneven_tensors
+from cairn.models.families.uneven_spec import uneven_layer, uneven_tensors
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -91,6 +92,10 @@ _AHEAD = re.compile(r"mtp\..*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names of tensors, and their shapes."""
+
+
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a model with this spec; matrices are [out, in].
 
@@ -98,7 +103,17 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """
     if spec.encoder is not None:
         return encoder_tensors(spec)
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes = _outside(spec)
+    for layer, parts in enumerate(_layer_parts(spec)):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + name: shape for part in parts for name, shape in part.items()}
+    return shapes
+
+
+def _outside(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of a decoder's tensors outside its layers."""
+    if spec.ahead:
+        return ahead_tensors(spec)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
         "model.norm.weight": (spec.hidden,),
@@ -112,8 +127,17 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.bias"] = (spec.vocab,)
     if spec.norm_bias:
         shapes["model.norm.bias"] = (spec.hidden,)
-    if spec.ahead:
-        shapes = ahead_tensors(spec)
+    return shapes if spec.uneven is None else shapes | uneven_tensors(spec, spec.uneven)
+
+
+def _layer_parts(spec: ModelSpec) -> Iterator[list[Shapes]]:
+    """Yield the parts of each layer; names are below the layer. Large parts that layers share are one object."""
+    mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
+    if spec.uneven is not None:
+        for layer in range(spec.layers):
+            yield [uneven_layer(spec, spec.uneven, layer), mixture]
+        return
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = {
         "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
@@ -125,27 +149,22 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
-    if spec.uneven is not None:
-        return shapes | uneven_tensors(spec, spec.uneven)
     latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
     heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}
-    mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
     recurrent = {} if spec.recurrence is None else recurrent_tensors(spec, spec.recurrence)
     for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}."
         attends, has_mlp = spec.attends(layer), spec.has_mlp(layer)
         sparse = spec.experts is not None and layer in spec.experts.layers
         plain = (attention if attends and not latent else {}) | (mlp if has_mlp and not sparse else {})
-        own: list[tuple[Mapping[str, tuple[int, ...]], bool]] = [
+        own: list[tuple[Shapes, bool]] = [
             *((latent, attends), (mixture, sparse), (recurrent, spec.keeps_state(layer))),
             ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
             ({f"{XIELU}.alpha_p": (1,), f"{XIELU}.alpha_n": (1,)}, spec.activation == "xielu"),
             (_with_biases(plain), True),
             ({name: (size,) for name, size in norms.items() if attends or name not in heads}, True),
         ]
-        shapes |= {prefix + name: shape for part, there in own if there for name, shape in part.items()}
-    return shapes
+        yield [part for part, there in own if there]
 
 
 def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -183,8 +202,20 @@ def _head_norms(spec: ModelSpec) -> dict[str, int]:
 
 
 def parameters(spec: ModelSpec) -> int:
-    """Return the number of parameters of a model with this spec, from its shapes alone."""
-    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    """Return the number of parameters of a model with this spec, from its shapes alone.
+
+    Parts that layers share are counted once and multiplied: a mixture may have thousands of tensors.
+    """
+    if spec.encoder is not None:
+        return _numbers(encoder_tensors(spec))
+    parts = [part for layer in _layer_parts(spec) for part in layer]
+    uses, known = Counter(map(id, parts)), {id(part): part for part in parts}
+    return _numbers(_outside(spec)) + sum(count * _numbers(known[key]) for key, count in uses.items())
+
+
+def _numbers(shapes: Shapes) -> int:
+    """Return how many numbers tensors have together."""
+    return sum(map(math.prod, shapes.values()))
 
 
 SMALL = 1 << 25
@@ -237,7 +268,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     stored = _stored(files, homes)
     for one in stored if scheme is None else modules(scheme, stored):
         path = one.path
-        for name, part in _parts(spec, one.name, one.array):
+        for name, part in _parts(path, spec, one.name, one.array):
             if name in found or name in coded:
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is stored under two names")
             if name in expected and one.source is not None:
@@ -313,7 +344,7 @@ def has_own_head(folder: Path, spec: ModelSpec) -> bool:
     for path in weight_files(folder):
         for stored, array in _tensors(path):
             if stored.endswith(_TABLES):
-                found |= {name: part for name, part in _parts(spec, stored, array) if name in wanted}
+                found |= {name: part for name, part in _parts(path, spec, stored, array) if name in wanted}
     if found.keys() != wanted:
         return False
     head, table = (found[name] for name in sorted(wanted))
@@ -333,12 +364,17 @@ _ROWS = 1 << 10
 """Rows of two tables that are compared at once."""
 
 
-def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Return a stored tensor as those of `expected_tensors`."""
+def _parts(path: Path, spec: ModelSpec, stored: str, array: NDArray[Any]) -> list[tuple[str, NDArray[Any]]]:
+    """Return a stored tensor as those of `expected_tensors`; raise `ModelFileError` if its shape does not allow it."""
     name = own_name(stored, spec)
     if spec.encoder is not None:
-        return iter([(name, array)])
-    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * AHEAD, name, array)
+        return [(name, array)]
+    try:
+        return list(own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * AHEAD, name, array))
+    except (IndexError, TypeError, ValueError):  # of numpy: fused tensors are split by the sizes in config.json
+        raise ModelFileError(
+            f"{path}: the tensor {stored[:120]!r} has the shape {list(array.shape)}, which does not fit config.json"
+        ) from None
 
 
 def _moved(family: Family, name: str) -> bool:

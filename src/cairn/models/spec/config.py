@@ -312,7 +312,8 @@ def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
     """Return the chunk size of chunked attention, and the layers that use it."""
     if "attention_chunk_size" in config.values and not config.has("attention_chunk_size"):
         return context, []
-    turned = [layer for layer in range(layers) if layer not in unturned(config, layers)]
+    whole = frozenset(unturned(config, layers))
+    turned = [layer for layer in range(layers) if layer not in whole]
     if config.has("layer_types"):
         kinds = config.values["layer_types"]
         known = ("full_attention", "chunked_attention")

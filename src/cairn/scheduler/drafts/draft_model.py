@@ -48,8 +48,13 @@ class DraftModel:
         covered = self._cache.open(kv, tokens)
         if covered is None:
             return None
-        for group, source, target in self._cache.copies():
-            self._engine.copy_blocks(group, [(source, target)]).wait()
+        try:
+            for group, source, target in self._cache.copies():
+                self._engine.copy_blocks(group, [(source, target)]).wait()
+        except Exception:
+            self._break()
+            self._cache.close(kv, tokens, 0)
+            return None
         return ModelGuesses(self, kv, tokens, covered)
 
     def read(self, guesses: ModelGuesses, width: int) -> list[int]:
@@ -60,9 +65,13 @@ class DraftModel:
         try:
             return self._read(guesses, width)
         except Exception:
-            log.exception("the draft model failed; answers go on without its guesses")
-            self.broken = True
+            self._break()
             return []
+
+    def _break(self) -> None:
+        """Guess nothing from now on, because of the exception that is being handled."""
+        log.exception("the draft model failed; answers go on without its guesses")
+        self.broken = True
 
     def _read(self, guesses: ModelGuesses, width: int) -> list[int]:
         run, kv, start = list(guesses.tokens), guesses.kv, guesses.computed
