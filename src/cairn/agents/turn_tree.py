@@ -14,6 +14,7 @@ from cairn.agents.content import Content
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, TokensRecord, TurnRecord
 from cairn.agents.types import AgentInfo, TurnInfo, TurnState
 from cairn.types.model_spec import CHUNK_TOKENS
+from cairn.types.model_variant import recorded_variant
 from cairn.types.outputs import Timing
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
@@ -25,7 +26,7 @@ NOBODY = b"\0"
 class Turn:
     """A turn, or with number 0 the beginning of an agent, which has messages and no answer."""
 
-    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "parent", "state")
+    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "parent", "state", "variant")
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
         self.key, self.parent = key, parent
@@ -35,8 +36,10 @@ class Turn:
         """Number of turns on the branch up to this one."""
         self.at = began.began
         """When it began, in seconds since 1970."""
-        self.identity = began.identity
-        """Identity of the model whose tokens it has."""
+        self.variant = recorded_variant(began.identity, began.base, began.adapters)
+        """The model and its adapters; None if an old record does not say. As long as it is here, it is known."""
+        self.identity = began.identity if self.variant is None else self.variant.identity
+        """Identity of the model whose tokens it has, adapters included."""
         self.state: TurnState = "interrupted" if began.number else "finished"
         self.content: Content | None = Content(began)
         """Its content; None once it is only in the log (see `Archive`)."""
