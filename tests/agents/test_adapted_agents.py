@@ -144,6 +144,7 @@ async def test_kv_is_erased_although_the_service_that_made_it_is_forgotten(
         async for _ in service.generate(request):
             pass
         await service.flush()
+        first, applied = models.services.first, service.applied
         del service, request
         for number in range(4):
             named(models, f"alpha:sql@3.{number}1")
@@ -152,6 +153,7 @@ async def test_kv_is_erased_although_the_service_that_made_it_is_forgotten(
         assert len(chunks(tmp_path)) > 6
         await agents.delete("default", "ada")
         await agents.kv.settled()
+        assert (await first.where(ids, adapted_salt(b"", applied))).pool == 0
     assert not chunks(tmp_path)
 
 

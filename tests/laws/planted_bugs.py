@@ -460,7 +460,7 @@ BUGS = (
     Bug("pins are forgotten at a restart", DISK, "DiskStore._open", "state.index.pin(name, ids)", "pass"),
     Bug("pins are forgotten in a power cut", PINS, "Pins.save", "self._folder.files.sync_folder(self._path)", "pass"),
     Bug("the checksum of pages is not looked at", CHUNKS, "verify", "xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check", "False"),
-    Bug("another chunk's file is believed", CHUNKS, "verify", "_header_name(header, name.size) != name", "False"),
+    Bug("another chunk's file is believed", CHUNKS, "_verify_start", "_header_name(header, name.size) != name", "False"),
     Bug("chunks being written are not in the budget", STATE, "DiskState.make_room", "self.index.bytes + self.folder.littered + self.reserved", "self.index.bytes + self.folder.littered"),
     Bug("the chunk that comes in is not in the budget", STATE, "DiskState.make_room", "self.index.bytes + self.folder.littered + self.reserved + need", "self.index.bytes + self.folder.littered + self.reserved"),
     Bug("the store grows into the reserve", STATE, "DiskState.make_room", "need - max(free - self._reserve, freed) if need else 0", "0"),
