@@ -275,11 +275,15 @@ async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path
         assert cached(second) > 16
         other = turn(server, id, model="tiny:poems")
         assert other["model"] == "tiny:poems" and cached(other) == 0, "KV of another adapter is not found"
+        scaled = server.post("/v1/agents", {})["id"]
+        assert turn(server, scaled, model="tiny:sql@0.123456789")["model"] == "tiny:sql@0.123457"
+        assert cached(turn(server, scaled)) > 16, "the name does not tell the whole scale"
     with served(**options, adapters=places) as server:  # after a restart
         again = turn(server, id)
         assert again["model"] == "tiny:poems" and cached(again) > 16
         kv = httpx.get(f"{server.url}/v1/agents/{id}", trust_env=False, timeout=30).json()
         assert kv["model"] == "tiny:poems"
+        assert cached(turn(server, scaled)) > 32
 
 
 async def test_endless_combinations_of_scales_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_a_context_that_is_continued_counts_once() -> None:
     for size in range(2, 2 + 3 * CONTEXTS):
         recent.note(MINE, range(size), size)
     recent.note(MINE, range(3), 3)
-    (ids,) = recent._tenants[MINE].by_ids
+    (ids,) = recent._tenants[MINE, ()].by_ids
     assert len(ids) == 4 * (1 + 3 * CONTEXTS)
 
 
@@ -220,7 +220,7 @@ def test_the_nearest_of_many_contexts_is_found_without_comparing_all(monkeypatch
         ranked = [
             (len(set(said) & set(theirs)), n) for n, (other, theirs) in enumerate(kept) if alike(ids, other) == same
         ]
-        at, _, known = recent._nearest(MINE, array("I", ids).tobytes(), said)
+        at, _, known = recent._nearest((MINE, ()), array("I", ids).tobytes(), said)
         assert at == same and known == (array("I", kept[max(ranked)[1]][0]).tobytes() if same else b"")
         if all(alike(ids, other) < min(len(ids), len(other)) for other, _ in kept):
             recent.note(MINE, ids, 0, said)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import Any
+
+import pytest
 
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk
@@ -63,6 +67,58 @@ def test_pinned_chunks_stay_until_their_owner_pins_others() -> None:
     assert store.keep(new) == 0
     store.pin("agent", [])
     assert store.keep(new) == 1 and store.match_prefix([chunks[0].key]) == 1
+
+
+class CountedUses(dict[Any, Any]):
+    """A dictionary that counts lookups by `get`, and walks over all values."""
+
+    uses = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.uses += 1
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self.uses += len(self)
+        return super().values()
+
+
+def test_a_pin_that_is_replaced_costs_what_changed() -> None:
+    """Figures are asked for between steps, and an agent's pin is replaced after each of its turns."""
+    store, agents = RamStore(1000 * SIZE), [chain(f"{number:02}-", 5) for number in range(20)]
+    for number, chunks in enumerate(agents):
+        store.keep(chunks)
+        store.pin(str(number), [chunk.key for chunk in chunks[:4]])
+    assert store.stats().pinned == 80
+    pins = store._pins = CountedUses(store._pins)
+    heads = store._chunks_by_head = CountedUses(store._chunks_by_head)
+    store.pin("7", [chunk.key for chunk in agents[7]])
+    assert store.stats().pinned == 81
+    assert pins.uses + heads.uses < 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pinned_chunks_are_counted_with_each_change(seed: int) -> None:
+    draw = random.Random(seed)
+    store, chains = RamStore(12 * SIZE), [chain(f"{number}-", 4) for number in range(6)]
+
+    def expected() -> int:
+        pinned = {key[:8] for keys in store._pins.values() for key in keys}
+        return sum(bool(pinned & {*one.heads, one.key[:8]}) for one in store._chunks.values())
+
+    most = 0
+    for _ in range(300):
+        chunks = draw.choice(chains)
+        match draw.randrange(3):
+            case 0:
+                store.keep(chunks[: draw.randint(1, 4)])
+            case 1:
+                store.pin(draw.choice("abc"), [one.key for one in draw.sample(chunks, draw.randrange(4))])
+            case 2:
+                store.drop([draw.choice(chunks).key])
+        assert store.stats().pinned == expected()
+        most = max(most, store.stats().pinned)
+    assert most > 3
 
 
 def test_a_chunk_larger_than_the_budget_is_refused() -> None:

@@ -27,6 +27,7 @@ from cairn.kv.tiers.store import Standing
 from cairn.served_models.services import Services
 from cairn.types.errors import Conflict, Unavailable
 from cairn.types.model_spec import CHUNK_TOKENS
+from cairn.types.model_variant import ModelVariant, known_variant
 from cairn.types.stats import ImportedKv, KvStats, Placed
 
 
@@ -37,6 +38,8 @@ class Context(NamedTuple):
     turn: Turn | None
     """Turn whose context it is; None for that of an ordinary request."""
     identity: bytes
+    variant: ModelVariant | None = None
+    """The model and its adapters, for contexts that outlive their turn or have none; None if unknown."""
 
 
 RETRY_SECONDS = 1.0
@@ -83,7 +86,7 @@ class AgentKv:
 
     def _service(self, identity: bytes) -> Service:
         """Return the service of a model. Raise Unavailable if it is not loaded."""
-        if (service := self._services.of(identity)) is None:
+        if (service := self._services.storing(identity)) is None:
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
         return service
 
@@ -151,7 +154,9 @@ class AgentKv:
     def drop_later(self, agent: Agent, ids: Sequence[int], identity: bytes) -> None:
         """Evict the context of an ordinary request whose agent was deleted, except what other agents share."""
         self._forget_texts(agent)  # the end of the request has added its text
-        self._later(partial(self._evict_rest, agent, [Context(array("I", ids), None, identity)]))
+        self._later(
+            partial(self._evict_rest, agent, [Context(array("I", ids), None, identity, known_variant(identity))])
+        )
 
     def _forget_texts(self, agent: Agent) -> None:
         for service in self._services:
@@ -196,13 +201,13 @@ class AgentKv:
         self._attempt(work)
 
     async def _mark(self, ids: Sequence[int], salt: bytes, identity: bytes, standing: Standing, keep: int = 0) -> None:
-        service = self._services.of(identity)
+        service = self._services.storing(identity)
         if service is not None and len(ids) >= CHUNK_TOKENS and service.kv() != KvStats():
             await service.mark(ids, salt, standing, keep=keep)
 
     def answers(self, agent: Agent) -> bool:
         """Return whether the model that answered at the agent's head is loaded."""
-        return bool(agent.head.number) and self._services.of(agent.head.identity) is not None
+        return bool(agent.head.number) and self._services.storing(agent.head.identity) is not None
 
     async def paths(self, agent: Agent) -> list[Path]:
         """Return the disk store's files of the context, from its beginning on, after storing what is not stored yet.
@@ -254,7 +259,7 @@ class AgentKv:
             unpinned = True
         if agent.salt == NOBODY:
             return unpinned
-        rest = await self._evict_all(agent, [Context(one.ids, None, one.identity) for one in tied])
+        rest = await self._evict_all(agent, [Context(one.ids, None, one.identity, one.variant) for one in tied])
         rest += await self._evict_turns(agent, [*agent.turns(), *agent.head.path()])
         if rest:
             self._later(partial(self._evict_rest, agent, rest))
@@ -312,9 +317,10 @@ class AgentKv:
         rest = list[Context]()
         for identity in dict.fromkeys(turn.identity for turn in turns if turn.number and turn.identity):
             mine = [turn for turn in turns if turn.number and turn.identity == identity]
+            known = known_variant(identity)
             async with contextlib.aclosing(self._archive.contexts(mine, self._longest(identity))) as batches:
                 async for contexts in batches:  # in batches: all together may be gigabytes
-                    rest += await self._evict_all(agent, [Context(*one, identity) for one in contexts], own=own)
+                    rest += await self._evict_all(agent, [Context(*one, identity, known) for one in contexts], own=own)
         return rest
 
     async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:
@@ -324,7 +330,7 @@ class AgentKv:
         rest: list[Context] = []
         for one, keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
-                service = self._services.of(one.identity)
+                service = self._services.storing(one.identity)
                 if service is None or service.gave_up:
                     await self._erase_away(one, agent.salt, keep)
                 else:
@@ -334,10 +340,17 @@ class AgentKv:
         return rest
 
     async def _erase_away(self, context: Context, salt: bytes, keep: int) -> None:
-        """Erase the stored KV of a model without a worker, through a worker that shares its folder."""
-        identity, stored = self._services.stored_as(context.identity, salt)
+        """Erase the stored KV of a model without a worker, through a worker that shares its folder.
+
+        If an old log does not tell the model's adapters, the KV is looked for in all stores, by its tokens.
+        """
+        identity, searched = context.identity, None
+        if (known := context.variant) is not None:
+            identity, salt = known.base, known.salt(salt)
+        else:
+            searched = [service.spec.identity for service in self._working()]
         for service in self._working():
-            await service.erase_of_model(identity, context.ids, stored, keep=keep)
+            await service.erase_of_model(identity, context.ids, salt, keep=keep, searched=searched)
         if self._services.known(context.identity) and not self._stores_on_disk():
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
 

@@ -401,7 +401,7 @@ def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
     """Raise InvalidRequest unless the turn is valid by itself, can be shown as JSON, and fits a chat template."""
     times = (began.began, end.ended if end is not None else 0.0)
     kept = 4 * end.keep <= len(end.ids) if end is not None else True
-    named = max(len(began.identity), len(began.digest)) <= MAX_DIGEST
+    named = max(len(began.identity), len(began.base), len(began.digest)) <= MAX_DIGEST
     if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept or not named:
         raise _wrong(f"holds a turn {began.number} with invalid values")
     answer = end.message if end is not None else None

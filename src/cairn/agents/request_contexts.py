@@ -13,6 +13,7 @@ from typing import NamedTuple
 from cairn.agents.log.records import pack
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.types.model_spec import CHUNK_TOKENS
+from cairn.types.model_variant import ModelVariant, known_variant
 
 DIGEST_BYTES = 8
 """Bytes of one digest."""
@@ -87,6 +88,8 @@ class RequestContext(NamedTuple):
     ids: array[int]
     prefix_digests: bytes
     identity: bytes
+    variant: ModelVariant | None
+    """The model and its adapters, which so stay known."""
 
 
 class RequestContexts:
@@ -107,7 +110,7 @@ class RequestContexts:
         """
         new = array("I", ids)
         kept = [one for one in self.take(agent) if one.identity != identity or new[: len(one.ids)] != one.ids]
-        after = [*kept, RequestContext(new, prefix_digests(new), identity)][-MOST_CONTEXTS:]
+        after = [*kept, RequestContext(new, prefix_digests(new), identity, known_variant(identity))][-MOST_CONTEXTS:]
         self._of[agent.key] = agent, after
         self._size += sum(len(one.ids) for one in after)
         if self._size > MOST_IDS:

@@ -14,6 +14,7 @@ from cairn.agents.content import Content
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, TokensRecord, TurnRecord
 from cairn.agents.types import AgentInfo, TurnInfo, TurnState
 from cairn.types.model_spec import CHUNK_TOKENS
+from cairn.types.model_variant import recorded_variant
 from cairn.types.outputs import Timing
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
@@ -27,7 +28,7 @@ class Turn:
 
     __slots__ = (
         *("_size", "at", "began", "content", "depth", "first"),
-        *("identity", "key", "number", "once", "parent", "state"),
+        *("identity", "key", "number", "once", "parent", "state", "variant"),
     )
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
@@ -40,8 +41,10 @@ class Turn:
         """When it began, in seconds since 1970, as its record says on every server."""
         self.at = began.began
         """The same, moved along whenever this server's clock is set; ages are computed from it."""
-        self.identity = began.identity
-        """Identity of the model whose tokens it has."""
+        self.variant = recorded_variant(began.identity, began.base, began.adapters)
+        """The model and its adapters; None if an old record does not say. As long as it is here, it is known."""
+        self.identity = began.identity if self.variant is None else self.variant.identity
+        """Identity of the model whose tokens it has, adapters included."""
         self.state: TurnState = "interrupted" if began.number else "finished"
         self.content: Content | None = Content(began)
         """Its content; None once it is only in the log (see `Archive`)."""

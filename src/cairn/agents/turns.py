@@ -200,7 +200,8 @@ class Turns:
         if before is not None:
             # KV that was not computed by this server and its kernels cannot have been evicted here.
             if branch.last.began.engine == service.info.identity:
-                service.recent.note(agent.salt, before, len(before), origin.messages[: len(history)])
+                messages_before = origin.messages[: len(history)]
+                service.recent.note(agent.salt, before, len(before), messages_before, adapters=service.applied)
             extended = await chat.extend(
                 before, history, messages, tools, share=share, template_args=template_args, wanted=wanted
             )
@@ -233,7 +234,9 @@ class Turns:
             prefix=prefix,
             ids=pack(request.prompt[prefix:]),
             digest=digest(request.prompt),
-            identity=service.spec.identity,
+            identity=service.variant.identity,
+            base=service.variant.base if service.applied else b"",
+            adapters=service.applied,
             engine=service.info.identity,
             sampling=request.sampling,
             stop=request.stop,
@@ -391,6 +394,7 @@ class Turns:
             output=began.output,
             reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
+            adapters=service.applied,
             share=share,
             durable=True,
         )

@@ -7,10 +7,8 @@ shares the worker, the tokenizer and the queue with its base.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,17 @@ from cairn.frontend.service import Service
 from cairn.kv.tiers.store import Standing
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.types.model_spec import ModelSpec
-from cairn.types.request import MAX_APPLIED, Adapters, Request, adapted_salt
+from cairn.types.model_variant import adapted_identity, known_variant, variant
+from cairn.types.request import MAX_APPLIED, MAX_SCALE, Adapters, Request
 from cairn.types.stats import ImportedKv, Placed
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
 MOST_VIEWS = 1024
 """Most combinations of adapters and scales that are remembered, those that were used last."""
-MAX_SCALE = 100.0
-"""Largest magnitude of a scale."""
 UNLOAD_SECONDS = 30.0
 """Seconds that requests with an adapter may go on while it is unloaded; then they end."""
 _SCALE = re.compile(r"-?[0-9]{1,3}(\.[0-9]{1,9})?")
-_IDENTITY = b"cairn adapted identity 1"
 
 
 class ServedAdapter:
@@ -79,16 +75,33 @@ class ServedAdapters:
 
     @property
     def views(self) -> tuple[AdaptedService, ...]:
-        """All adapted services so far: those of unloaded adapters still find their KV, to erase it."""
+        """The adapted services that were used last, those of unloaded adapters among them."""
         return tuple(self._views.values())
 
     def names(self) -> list[str]:
         """Return the names of the adapted models, `base:adapter`."""
         return [f"{self._service.name}:{one.name}" for one in self]
 
-    def of(self, identity: bytes) -> Service | None:
+    def of(self, identity: bytes) -> AdaptedService | None:
         """Return the adapted service with this identity, or None."""
+        view = self._views.get(identity)
+        if view is None and (adapters := self._recorded(identity)) and self.is_loaded(adapters):
+            self.adapted(adapters)
         return self._views.get(identity)
+
+    def storing(self, identity: bytes) -> AdaptedService | None:
+        """Return a service for the KV that was computed as the model with this identity, or None.
+
+        Its adapters need not be loaded any more: then it answers no requests.
+        """
+        if (view := self.of(identity)) is None and (adapters := self._recorded(identity)):
+            return AdaptedService(self._service, adapters, self._name_of(adapters), self.is_loaded)
+        return view
+
+    def _recorded(self, identity: bytes) -> Adapters:
+        """Return the adapters of this model's variant with this identity; none if there is no such variant."""
+        found = known_variant(identity)
+        return found.adapters if found is not None and found.base == self._service.spec.identity else ()
 
     def named(self, name: str) -> Service | None:
         """Return the service that a client's name means, or None.
@@ -172,6 +185,7 @@ class ServedAdapters:
     async def unload(self, name: str, grace: float = UNLOAD_SECONDS) -> None:
         """Unload an adapter: it takes no new requests, and those that run may go on for `grace` seconds.
 
+        If another name has the same adapter, only the name is forgotten: all requests with the adapter go on.
         Raise NotFound for an unknown name.
         """
         async with self._changing:
@@ -179,6 +193,10 @@ class ServedAdapters:
             if adapter is None:
                 known = ", ".join(one.name for one in self) or "none"
                 raise NotFound(f"there is no adapter {name[:128]!r}; loaded are: {known}", field="lora_name")
+            if any(one.digest == adapter.digest and one is not adapter for one in self):
+                del self._by_name[name]
+                self._forget_views(adapter.digest)
+                return
             adapter.leaving = True
             try:
                 await self._service.drain_adapter(adapter.digest, grace, f"the adapter {name} is unloaded")
@@ -186,7 +204,13 @@ class ServedAdapters:
                 adapter.leaving = False
                 raise
             del self._by_name[name]
-            await self._detach(adapter.digest)
+            await self._service.detach(adapter.digest)
+
+    def _forget_views(self, digest: bytes) -> None:
+        """Forget the services with this adapter, which lost the name that they may have; new ones have another."""
+        for identity, view in [*self._views.items()]:
+            if any(one == digest for one, _ in view.applied):
+                del self._views[identity]
 
     async def _detach(self, digest: bytes) -> None:
         if all(one.digest != digest for one in self):
@@ -200,7 +224,8 @@ class ServedAdapters:
 
     def _name_of(self, adapters: Adapters) -> str:
         names = {one.digest: one.name for one in self}
-        parts = [names[digest] + ("" if scale == 1 else f"@{scale:g}") for digest, scale in adapters]
+        named = [(names.get(digest, digest.hex()[:8]), scale) for digest, scale in adapters]
+        parts = [name + ("" if scale == 1 else f"@{scale:g}") for name, scale in named]
         return f"{self._service.name}:{'+'.join(parts)}"
 
 
@@ -225,13 +250,10 @@ class AdaptedService(Service):
 
     def __init__(self, base: Service, adapters: Adapters, name: str, is_loaded: Callable[[Adapters], bool]) -> None:
         # Service.__init__ is not called: every attribute that is not set here is read from the base.
-        digest = hashlib.sha256(_IDENTITY)
-        for one, scale in adapters:
-            digest.update(struct.pack("<qf", len(one), scale) + one)
         last = name.removeprefix(f"{base.name}:")
         names = base.names | {name, last, *(f"{one}:{last}" for one in base.names)}
         own = {"base": base, "applied": adapters, "is_loaded": is_loaded, "name": name, "names": names}
-        vars(self).update(own, _mark=digest.digest())
+        vars(self).update(own, variant=variant(base.spec.identity, adapters))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["base"], name)
@@ -242,23 +264,17 @@ class AdaptedService(Service):
     @property
     def spec(self) -> ModelSpec:  # type: ignore[override]
         """The base's spec with an identity of its own."""
-        base = self.base.spec
-        return msgspec.structs.replace(base, identity=self._changed(base.identity))
+        return msgspec.structs.replace(self.base.spec, identity=self.variant.identity)
 
     @property
     def info(self) -> wire.Info:  # type: ignore[override]
         """The base's description with an identity of its own."""
         base = self.base.info
-        return msgspec.structs.replace(base, identity=self._changed(base.identity))
-
-    def _changed(self, identity: bytes) -> bytes:
-        """Return the identity of the base combined with the adapters and their scales."""
-        mark: bytes = vars(self)["_mark"]
-        return hashlib.sha256(mark + identity).digest()
+        return msgspec.structs.replace(base, identity=adapted_identity(base.identity, self.applied))
 
     def salt(self, salt: bytes) -> bytes:
         """Return the salt of a tenant's KV with these adapters."""
-        return adapted_salt(salt, self.applied)
+        return self.variant.salt(salt)
 
     def make_requests(self, *given: Any, **options: Any) -> tuple[Request, ...]:
         """Make requests as the base does, with the adapters. Raise Unavailable if one of them was unloaded."""

@@ -3,6 +3,7 @@
 The worker knows only keys, so a prompt whose third message was edited is `never seen` to it. This table has the ids of
 each tenant's recent contexts, so that the report can name the place where a prompt differs and show both sides. A
 tenant is known by its salt, which no two share; nothing here is ever compared with, or shown to, another tenant.
+Contexts that were computed with other adapters are not compared either: they share no KV.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.types.model_spec import BLOCK_TOKENS, CHUNK_TOKENS
+from cairn.types.request import Adapters
 from cairn.types.stats import Differs, Miss, MissReason
 
 CONTEXTS = 256
-"""Most contexts of one tenant."""
+"""Most contexts of one tenant with the same adapters."""
 TOKENS = 1 << 18
-"""Most tokens of one tenant: 1 MB."""
+"""Most tokens of these contexts: 1 MB."""
 TENANTS = 64
+"""Most tenants; one counts again for each combination of adapters."""
 SHOWN_TOKENS = 16
 SHOWN = 48
 """Characters of each side's text."""
@@ -60,7 +63,7 @@ class _Context(NamedTuple):
 
 
 class _Contexts:
-    """The contexts of one tenant, by their ids as bytes. None of them begins with another."""
+    """The contexts of one tenant with the same adapters, by their ids as bytes. None of them begins with another."""
 
     __slots__ = ("_ordered", "_serials", "_size", "by_ids")
 
@@ -116,31 +119,48 @@ class RecentContexts:
     """The table of contexts. Bounded in tenants, contexts and tokens; the least recently used are evicted."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[bytes, _Contexts] = OrderedDict()
+        self._tenants: OrderedDict[tuple[bytes, Adapters], _Contexts] = OrderedDict()
+        """By the tenant's salt and the adapters."""
 
-    def note(self, salt: bytes, ids: Sequence[int], prompt: int, messages: Sequence[bytes] = ()) -> None:
-        """Add a context that was computed; its first `prompt` ids were rendered from `messages`."""
+    def note(
+        self,
+        salt: bytes,
+        ids: Sequence[int],
+        prompt: int,
+        messages: Sequence[bytes] = (),
+        *,
+        adapters: Adapters = (),
+    ) -> None:
+        """Add a context that was computed with `adapters`; its first `prompt` ids were rendered from `messages`."""
         data = array("I", ids).tobytes()
         if len(data) > TOKENS * _ID:
             return
-        self._tenants.setdefault(salt, _Contexts()).note(data, prompt, messages)
-        self._tenants.move_to_end(salt)
+        self._tenants.setdefault((salt, adapters), _Contexts()).note(data, prompt, messages)
+        self._tenants.move_to_end((salt, adapters))
         if len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
 
     def forget(self, salt: bytes) -> None:
-        """Forget a tenant's contexts: some of its text was erased and must not reappear here."""
-        self._tenants.pop(salt, None)
+        """Forget a tenant's contexts, with any adapters: some of its text was erased and must not reappear here."""
+        for key in [one for one in self._tenants if one[0] == salt]:
+            del self._tenants[key]
 
     def explain(
-        self, miss: Miss, salt: bytes, ids: Sequence[int], origin: PromptOrigin, decode: Callable[[Sequence[int]], str]
+        self,
+        miss: Miss,
+        salt: bytes,
+        ids: Sequence[int],
+        origin: PromptOrigin,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        adapters: Adapters = (),
     ) -> Miss:
         """Return the worker's miss, or one with a better reason. Only `never seen` can be improved."""
         if miss.reason != "never seen":
             return miss
         if origin.why is not None:
             return msgspec.structs.replace(miss, reason=origin.why)
-        at, again, known = self._nearest(salt, array("I", ids).tobytes(), origin.messages)
+        at, again, known = self._nearest((salt, adapters), array("I", ids).tobytes(), origin.messages)
         if not known or at < miss.position:
             return miss
         size, end = len(known) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
@@ -159,14 +179,14 @@ class RecentContexts:
             return Miss(position=miss.position, reason=reason, differs=differs)
         return miss
 
-    def _nearest(self, salt: bytes, data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, bytes]:
+    def _nearest(self, key: tuple[bytes, Adapters], data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, bytes]:
         """Return the longest common prefix's length, whether the messages are the same, and the context that has it.
 
         "The same" means that a template rendered other ids from the same messages. Of several contexts, prefer one with
         the same messages, then the one with most of the prompt's messages in any place, since an edited message is
         followed by unedited ones, then the latest. The context is empty if none begins with the prompt's first id.
         """
-        if (contexts := self._tenants.get(salt)) is None:
+        if (contexts := self._tenants.get(key)) is None:
             return 0, False, b""
         same, nearest = contexts.nearest(data)
         digests, best, known = b"".join(messages), (False, -1, 0), b""

@@ -213,7 +213,9 @@ class RequestTable:
         def decode(ids: Sequence[int]) -> str:
             return self.tokenizer.decode(ids, skip_special=False)
 
-        miss = self.recent.explain(cache.miss, request.kv_salt, request.prompt, flight.origin, decode)
+        miss = self.recent.explain(
+            cache.miss, request.salt, request.prompt, flight.origin, decode, adapters=request.adapters
+        )
         metrics.misses[miss.reason] += 1
         return msgspec.structs.replace(output, cache=msgspec.structs.replace(cache, miss=miss))
 
@@ -309,7 +311,9 @@ class RequestTable:
             self.queue.answered(flight.text.completion_tokens)
         if flight.first_at is not None and flight.origin.store:
             context = [*request.prompt, *flight.tokens]
-            self.recent.note(request.kv_salt, context, len(request.prompt), flight.origin.messages)
+            self.recent.note(
+                request.salt, context, len(request.prompt), flight.origin.messages, adapters=request.adapters
+            )
         self.history.add(flight.status(), now)
 
     def end_late(self) -> None:

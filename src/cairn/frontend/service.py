@@ -39,8 +39,9 @@ from cairn.text.output.stream import TextStream, hidden_controls
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.types.model_spec import ModelSpec
+from cairn.types.model_variant import ModelVariant, variant
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
+from cairn.types.request import Adapters, Request
 from cairn.types.stats import KvStats
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
@@ -106,6 +107,10 @@ class Service(StoredKv):
     """All names that clients may use for it."""
     strict: bool
     """Whether clients may use no other name."""
+    variant: ModelVariant
+    """The model and its adapters, as its KV is stored."""
+    applied: Adapters = ()
+    """Adapters that its requests are computed with."""
 
     def __init__(
         self,
@@ -458,6 +463,7 @@ class Service(StoredKv):
 
     def _on_ready(self, ready: wire.ModelReady) -> None:
         self.spec, self.info, self._trouble = self._with_ends(ready.spec), ready.info, ready.trouble
+        self.variant = variant(ready.spec.identity)
         log.info("%s computes on %s (%s)", ready.spec.name, ready.info.device, ready.info.device_text)
         if ready.info.note:
             log.info("%s", ready.info.note)

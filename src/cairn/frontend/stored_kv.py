@@ -87,12 +87,25 @@ class StoredKv:
         asked = self._supervisor.ask("import_kv", path=str(path), tokens=tuple(tokens), salt=salt)
         return self._answered(await asked).taken
 
-    async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
+    async def erase_of_model(
+        self,
+        model: bytes,
+        tokens: Sequence[int],
+        salt: bytes = b"",
+        *,
+        keep: int = 0,
+        searched: Sequence[bytes] | None = None,
+    ) -> None:
         """Erase KV that another, unloaded model stored of a context beyond its first `keep` tokens.
 
+        With `searched`, the identity `model` may be that of a model with unknown adapters: if no store has its name,
+        the tokens are looked for in all stores. Those of the other models in `searched` are left to their workers.
         Raise Unavailable if that is impossible now.
         """
-        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model)
+        elsewhere = None if searched is None else tuple(searched)
+        asked = self._supervisor.ask(
+            "evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model, searched=elsewhere
+        )
         self._answered(await asked)
 
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:

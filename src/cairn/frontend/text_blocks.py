@@ -21,7 +21,7 @@ def text_blocks(service: Service, request: Request, prefixes: TextPrefixes) -> l
     size, groups = info.layout.block_tokens, info.layout.groups
     if not groups or groups[lead(groups)].kind != "full":
         return []
-    chain = Chain(root(info.identity, request.salt, groups[lead(groups)], size), size)
+    chain = Chain(root(info.identity, request.kv_salt, groups[lead(groups)], size), size)
     found = []
     for text, end in zip(prefixes.digests, prefixes.ends, strict=True):
         count = len(request.prompt) * end // prefixes.size // size

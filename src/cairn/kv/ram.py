@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -90,8 +91,11 @@ class RamStore:
         self._chunks_by_head: dict[bytes, set[bytes]] = {}
         """Keys of the chunks here by the heads of the blocks that they contain."""
         self._pins: dict[str, frozenset[bytes]] = {}
-        self._pinned: frozenset[bytes] = frozenset()
-        """Heads of all pinned blocks."""
+        self._pinned_heads = Counter[bytes]()
+        """Number of pinned keys by head."""
+        self._pinned_chunks = Counter[bytes]()
+        """Number of pinned heads in each chunk here that has any. Counted with each change: figures are asked for
+        between steps."""
         self._stats = TierStats(budget=budget)
         self._watch: Watch | None = None
 
@@ -145,6 +149,8 @@ class RamStore:
                 self._children.setdefault(chunk.parent, set()).add(chunk.key)
                 for head in _heads(chunk):
                     self._chunks_by_head.setdefault(head, set()).add(chunk.key)
+                if pinned := sum(head in self._pinned_heads for head in set(_heads(chunk))):
+                    self._pinned_chunks[chunk.key] = pinned
                 self._leaves.extend(chunk.parent)
                 self._leaves.use(chunk.key, self._stats.written)
                 if chunk.once:
@@ -175,11 +181,28 @@ class RamStore:
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
         """See `Store`; durable here means as long as this store."""
+        new = frozenset(keys)
         with self._lock:
-            self._pins.pop(owner, None)
-            if keys:
-                self._pins[owner] = frozenset(keys)
-            self._pinned = frozenset(key[:HEAD_BYTES] for keys in self._pins.values() for key in keys)
+            old = self._pins.pop(owner, frozenset())
+            if new:
+                self._pins[owner] = new
+            # Only what differs: a pin is replaced after each turn of its agent, and most of it stays.
+            for key in new - old:
+                self._pinned_heads[key[:HEAD_BYTES]] += 1
+                if self._pinned_heads[key[:HEAD_BYTES]] == 1:
+                    self._pinned_chunks.update(self._chunks_by_head.get(key[:HEAD_BYTES], ()))
+            for key in old - new:
+                self._unpin(key[:HEAD_BYTES])
+
+    def _unpin(self, head: bytes) -> None:
+        self._pinned_heads[head] -= 1
+        if self._pinned_heads[head]:
+            return
+        del self._pinned_heads[head]
+        for key in self._chunks_by_head.get(head, ()):
+            self._pinned_chunks[key] -= 1
+            if not self._pinned_chunks[key]:
+                del self._pinned_chunks[key]
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
         """See `Store`."""
@@ -200,8 +223,7 @@ class RamStore:
     def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:
-            having = {key for head in self._pinned for key in self._chunks_by_head.get(head, ())}
-            return msgspec.structs.replace(self._stats, pinned=len(having))
+            return msgspec.structs.replace(self._stats, pinned=len(self._pinned_chunks))
 
     def close(self) -> None:
         """Release the memory."""
@@ -209,6 +231,7 @@ class RamStore:
             self._chunks.clear()
             self._children.clear()
             self._chunks_by_head.clear()
+            self._pinned_chunks.clear()
             self._leaves = Leaves(0)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
@@ -217,7 +240,7 @@ class RamStore:
         Return False if they do not fit.
         """
         while self._stats.bytes + size > self._stats.budget:
-            free = (key for key in self._leaves if key != parent and not self._is_pinned(key))
+            free = (key for key in self._leaves if key != parent and key not in self._pinned_chunks)
             victim = next(free, None)
             if victim is None:
                 return False
@@ -225,13 +248,11 @@ class RamStore:
             self._count(evicted=1)
         return True
 
-    def _is_pinned(self, key: bytes) -> bool:
-        return not self._pinned.isdisjoint(_heads(self._chunks[key]))
-
     def _remove(self, key: bytes) -> bool:
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             return False
+        self._pinned_chunks.pop(key, None)
         gone = []
         for head in _heads(chunk):
             self._chunks_by_head[head].discard(key)

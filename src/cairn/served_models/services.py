@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from cairn.types.errors import NotLoaded
-from cairn.types.request import Adapters, adapted_salt
+from cairn.types.model_variant import ModelVariant, known_variant
 
 if TYPE_CHECKING:
     from cairn.frontend.adapter_services import ServedAdapters
@@ -27,10 +27,10 @@ class Services:
         self._first = first
         self._loaded = [first]
         self._adapters: dict[Service, ServedAdapters] = {}
-        self._bases: dict[bytes, tuple[bytes, Adapters]] = {}
-        """Identity of the base and adapters of each adapted model that was unloaded, by its identity."""
         self._gone: dict[bytes, int] = {}
         """Longest context of each model that was unloaded, by its identity."""
+        self._variants: dict[bytes, list[ModelVariant]] = {}
+        """Variants of each model that was unloaded, those that were used last: so they stay known."""
         self._replays: dict[bytes, ReplayTable] = {}
         """Sampled answers of each unloaded model, by its identity, for when it is loaded again."""
         self._ended = (0, 0)
@@ -50,17 +50,22 @@ class Services:
         return self._first
 
     def of(self, identity: bytes) -> Service | None:
-        """Return a service of the model with this identity, which may be that of a model with adapters, or None."""
+        """Return a service that answers as the model with this identity, or None. Its adapters may be unloaded."""
         own = next((one for one in self._loaded if one.spec.identity == identity), None)
         if own is not None or not identity:
             return own
         views = (one.of(identity) for one in self._adapters.values())
         return next((view for view in views if view is not None), None)
 
-    def stored_as(self, identity: bytes, salt: bytes) -> tuple[bytes, bytes]:
-        """Return the identity and the tenant's salt under which KV of an unloaded model is stored."""
-        base, adapters = self._bases.get(identity, (identity, ()))
-        return base, adapted_salt(salt, adapters)
+    def storing(self, identity: bytes) -> Service | None:
+        """Return a service for the KV of the model with this identity, or None.
+
+        The model must be loaded, but its adapters need not be.
+        """
+        if (service := self.of(identity)) is not None:
+            return service
+        views = (one.storing(identity) for one in self._adapters.values())
+        return next((view for view in views if view is not None), None)
 
     @property
     def several(self) -> bool:
@@ -84,16 +89,16 @@ class Services:
 
     def known(self, identity: bytes) -> bool:
         """Return whether the model is, or was, loaded in this run: its KV may be on the disk, and it may come back."""
-        return self.of(identity) is not None or identity in self._gone
+        return self.storing(identity) is not None or _base(identity) in self._gone
 
     def away(self, but: Collection[bytes] = ()) -> set[bytes]:
-        """Return the identities of models that were loaded and are not now, except `but`."""
+        """Return the identities of models that were loaded and are not now, except `but`. Adapters do not count."""
         return {one for one in self._gone if one not in but and self.of(one) is None}
 
     def context(self, identity: bytes) -> int:
         """Return the longest context of a model that is `known`."""
-        service = self.of(identity)
-        return self._gone[identity] if service is None else service.spec.context
+        service = self.storing(identity)
+        return self._gone[_base(identity)] if service is None else service.spec.context
 
     def watch(self, watcher: Callable[[Service], None]) -> None:
         """Call `watcher` with every service that is added from now on."""
@@ -131,9 +136,8 @@ class Services:
         self._loaded.remove(service)
         self._gone[service.spec.identity] = service.spec.context
         adapters = self._adapters.pop(service, None)
-        for view in adapters.views if adapters is not None else ():
-            self._gone[view.spec.identity] = service.spec.context
-            self._bases[view.spec.identity] = (service.spec.identity, view.applied)
+        views = adapters.views if adapters is not None else ()
+        self._variants[service.spec.identity] = [service.variant, *(view.variant for view in views)]
         self._replays[service.spec.identity] = service.chat.replays
         while len(self._replays) > MOST_REPLAYS:
             del self._replays[next(iter(self._replays))]
@@ -147,3 +151,9 @@ class Services:
         """Bytes of KV (read from, written to) the disk by all workers of this process."""
         pairs = [self._ended, *(one.metrics.disk_bytes for one in self._loaded)]
         return sum(read for read, _ in pairs), sum(written for _, written in pairs)
+
+
+def _base(identity: bytes) -> bytes:
+    """Return the identity of a model without its adapters."""
+    found = known_variant(identity)
+    return identity if found is None else found.base

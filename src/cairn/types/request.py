@@ -159,6 +159,8 @@ Adapters = tuple[tuple[bytes, float], ...]
 
 MAX_APPLIED = 4
 """Most adapters of one request."""
+MAX_SCALE = 100.0
+"""Largest magnitude of an adapter's scale."""
 _ADAPTED = b"cairn adapted salt 1"
 
 

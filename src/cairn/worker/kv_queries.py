@@ -46,7 +46,8 @@ class KVQueries:
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict" and ask.model:
-            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, partial(self._say_erased, ask))
+            erased = partial(self._say_erased, ask)
+            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, ask.searched, erased)
         elif ask.what == "evict":
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_evicted(ask))
         else:

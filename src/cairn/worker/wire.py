@@ -127,6 +127,9 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """File to import KV from."""
     model: bytes = b""
     """Identity of the context's model if it is not this worker's: its KV is erased from that model's store."""
+    searched: tuple[bytes, ...] | None = None
+    """If no store is named after `model`, the context is looked for in all stores but those of these models, by its
+    tokens. None: it is not looked for."""
     adapter: bytes = b""
     """Digest of the adapter to detach."""
     whole: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.model_folders import places
 from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.prefix import Layout
@@ -19,7 +20,7 @@ from cairn.kv.tiers.store import Chunk
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import CacheGroup
 from tests.files import CrashFiles, Fault
-from tests.kv.stored import FOLDER, Time, chain, keys, open_store
+from tests.kv.stored import FOLDER, SIZE, Time, chain, keys, open_store
 
 USUAL, TWIN, *_ = places(FOLDER, b"weights" * 4)
 OTHER, *_ = places(FOLDER, b"other" * 4)
@@ -242,4 +243,64 @@ def test_a_disk_that_refuses_has_erased_nothing() -> None:
     time.sleep(100)
     other.tend()
     assert other.erase_of_model(THIRD, b"salt", ids, 0)
+    assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]
+
+
+def test_a_context_is_found_by_its_tokens_if_no_store_has_the_models_name() -> None:
+    """It was stored with unknown adapters, so nobody knows its salt."""
+    time = Time()
+    for seed in range(6):
+        files, (ids, chunks), rng = CrashFiles(seed=seed, now=time.now), context(5), random.Random(seed)
+        own = opened(files, time, OTHER, identity=b"engine", layout=LAYOUT)
+        store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)
+        for one in (own, store):
+            one.keep([*chunks, *chain(2)])
+        own.pin("ada", keys(chunks))
+        assert own.erase_of_model(b"adapted" * 5, b"salt", ids, 0, None), "nothing is looked for"
+        assert found(own, chunks) == 5
+        assert own.erase_of_model(b"adapted" * 5, b"salt", ids, 130, [b"other" * 4, THIRD]), "the rest is another's"
+        assert found(own, chunks) == 3 and found(store, chunks) == 5
+        assert not own.erase_of_model(b"adapted" * 5, b"salt", ids, 0, [b"other" * 4]), "the other store is in use"
+        assert found(own, chunks) == 0 and found(store, chunks) == 5
+        store.close()
+        assert own.erase_of_model(b"adapted" * 5, b"salt", ids, 0, [b"other" * 4])
+        assert own.erase_of_model(THIRD, b"another tenant", tuple(chain(1)[0].tokens), 0, []), "its store has its name"
+        after = files.crash(rng)
+        left = [path.name.partition(".")[0] for path in after.files(FOLDER) if path.name.count(".") == 4]
+        assert sorted(left) == sorted(key.hex() for key in 2 * keys(chain(2))), seed
+
+
+def test_what_a_context_does_not_begin_with_is_not_found_by_its_tokens() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(3)
+    store = open_store(files, time, identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    for other in ((*ids[:63], 7, *ids[64:]), ids[64:], ids[:48], ()):
+        assert store.erase_of_model(b"adapted" * 5, b"salt", other, 0, []) and found(store, chunks) == 3
+    assert store.erase_of_model(b"adapted" * 5, b"salt", (*ids[:128], *ids[:64]), 0, [])
+    assert found(store, chunks) == 0, "the third extends what is erased"
+
+
+def test_states_are_found_by_their_tokens_through_the_kv_that_they_extend() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = open_store(files, time, identity=b"engine", codec=Raw([SIZE // 4, SIZE // 4]))
+    state = Chunk(b"s" * 32, chunks[1].key, ids[64:128], 128, bytes(SIZE), 1)
+    alone = Chunk(b"a" * 32, b"", ids[64:128], 128, bytes(SIZE), 1)
+    assert store.keep([*chunks, state, alone]) == 4
+    assert store.erase_of_model(b"adapted" * 5, b"salt", ids, 64, [])
+    assert [store.has(one.key) for one in (*chunks, state, alone)] == [True, False, False, False]
+
+
+def test_a_search_that_the_disk_refuses_has_erased_nothing() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = open_store(files, time, identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    assert not store.erase_of_model(b"adapted" * 5, b"salt", ids, 0, [])
+    files.heal()
+    time.sleep(100)
+    store.tend()
+    assert store.erase_of_model(b"adapted" * 5, b"salt", ids, 0, [])
     assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]

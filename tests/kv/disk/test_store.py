@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import random
 import re
 import threading
 import time as machine_time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
@@ -363,37 +365,73 @@ def test_a_pin_that_could_not_be_read_can_be_undone(files: CrashFiles, time: Tim
     assert open_store(files, time).stats().pinned == 0
 
 
-def test_pinned_chunks_are_counted_without_walking_them(files: CrashFiles, time: Time) -> None:
-    """Metrics are read between steps."""
-    walks = 0
+class CountedLookups(dict[bytes, Any]):
+    """A dictionary that counts its lookups by `get`."""
 
-    class Watched(dict[bytes, int]):
-        def __iter__(self) -> Iterator[bytes]:
-            nonlocal walks
-            walks += 1
-            return super().__iter__()
+    lookups = 0
 
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.lookups += 1
+        return super().get(key, default)
+
+
+def test_a_pin_that_is_replaced_costs_what_changed(files: CrashFiles, time: Time) -> None:
+    """Metrics are read between steps, and an agent's pin is replaced after each of its turns."""
     store = open_store(files, time)
-    store._state.index._pinned = Watched()
-    chunks, late = chain(6), chain(3, salt=b"late")
-    store.keep(chunks)
-    store.pin("a", keys(chunks)[2:4])
-    assert [store.stats().pinned for _ in range(5)] == [4] * 5 and walks == 1
-    store.pin("a", keys(chunks))
-    store.pin("b", keys(late)[1:])
-    assert store.stats().pinned == 6
-    store.keep(late)
-    assert store.stats().pinned == 9
-    store.keep(chain(2, salt=b"free"))
-    store.drop(keys(chain(2, salt=b"free")))
-    assert store.stats().pinned == 9 and walks == 1
-    store.drop(keys(chunks)[5:])
-    assert store.stats().pinned == 8
-    store.pin("a", keys(chunks)[:2])
-    assert store.stats().pinned == 5
-    store.pin("a", [])
-    store.pin("b", [])
-    assert store.stats().pinned == 0
+    agents = [chain(6, salt=bytes([number])) for number in range(20)]
+    for number, chunks in enumerate(agents):
+        store.keep(chunks)
+        store.pin(str(number), keys(chunks)[:5])
+    assert store.stats().pinned == 100
+    index = store._state.index
+    counted = index._chunks_by_head = CountedLookups(index._chunks_by_head)
+    store.pin("7", keys(agents[7])[1:])
+    assert store.stats().pinned == 101, "the first chunk has lost its own pin, but others extend it"
+    assert counted.lookups < 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pinned_chunks_are_counted_with_each_change(seed: int) -> None:
+    draw, index, tag = random.Random(seed), DiskIndex(), b"t" * 8
+    numbers = iter(range(10**6))
+
+    def key() -> bytes:
+        return hashlib.sha256(f"{seed} {next(numbers)}".encode()).digest()
+
+    def expected() -> int:
+        pinned = {(id[:8] + id[8:16]) for ids in index.pins.values() for id in ids}
+        found = set[bytes]()
+        for entry in index.live():
+            blocks = {tag + head for head in (*entry.name.heads, entry.name.key[:8])}
+            one: IndexEntry | None = entry if blocks & pinned else None
+            while one is not None:
+                found.add(one.id)
+                one = index.get(one.parent)
+        return len(found)
+
+    known, most = [key() for _ in range(20)], 0
+    for _ in range(400):
+        live = index.live()
+        match draw.randrange(4):
+            case 0 | 1:
+                parent = draw.choice([*live, None])
+                fresh = known.pop(draw.randrange(len(known))) if draw.random() < 0.5 and len(known) > 5 else key()
+                if not index.known(tag + fresh):
+                    above = (parent.id, parent.name.key) if parent is not None else (b"", b"")
+                    blocks = [draw.choice(known)[:8], key()[:8]] if draw.random() < 0.5 else []
+                    name = Name(fresh, above[1], tag, 64, 1000, tuple(blocks))
+                    index.add(IndexEntry(tag + fresh, above[0], name, 4096, 1.0, 1.0))
+                    known.append(fresh)
+            case 2:
+                ids = draw.sample([tag + one for one in known], draw.randrange(5))
+                index.pin(draw.choice("abc"), ids)
+            case 3 if live:
+                for entry in index.family([draw.choice(live).id]):
+                    index.mark_deleted(entry)
+                    index.forget(entry)
+        assert index.pinned == expected()
+        most = max(most, index.pinned)
+    assert most > 3
 
 
 def test_more_pinned_than_the_budget_is_reported_until_some_is_unpinned(files: CrashFiles, time: Time) -> None:

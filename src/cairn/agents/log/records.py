@@ -15,7 +15,7 @@ import msgspec
 
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import Timing
-from cairn.types.request import OutputFormat, SamplingParams
+from cairn.types.request import Adapters, OutputFormat, SamplingParams
 from cairn.types.stats import CacheReport
 
 
@@ -69,6 +69,10 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: bytes = b""
     identity: bytes = b""
     """Identity of the model whose tokens these are."""
+    base: bytes = b""
+    """Identity of the model without its adapters; empty if it has none."""
+    adapters: Adapters | None = None
+    """Adapters that the answer was computed with; None in old records."""
     engine: bytes = b""
     """Identity of what computed them, kernels included; empty in old records."""
     sampling: SamplingParams | None = None

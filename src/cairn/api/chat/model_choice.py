@@ -19,6 +19,7 @@ import msgspec
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.http.call import HTTPCall, query, shown
 from cairn.api.http.event_log import parse_id
+from cairn.frontend.adapter_services import AdaptedService
 from cairn.frontend.service import Service
 from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
@@ -70,6 +71,8 @@ class ModelChoice(NamedTuple):
     """Adapters by their ids, not checked; None if the call has none."""
     bare: bool = False
     """Whether the model is meant without adapters, whatever scales were set."""
+    view: AdaptedService | None = None
+    """The model with the adapters that are meant, if no name tells them."""
 
 
 _decode = msgspec.json.Decoder(_Named).decode
@@ -140,7 +143,7 @@ class ModelRouter:
                 return ModelChoice(found, bare=True)
             for model, loaded in self._models.loaded():
                 if (view := loaded.adapters.of(identity)) is not None:
-                    return ModelChoice(model, view.name)
+                    return ModelChoice(model, view.name, view=view if loaded.adapters.is_loaded(view.applied) else None)
             if self._models.has(made_for) or self._models.adapted(made_for) is not None:
                 return ModelChoice(self._models.find(made_for), made_for)
         return ModelChoice(self._models.find(name), name, lora=named.lora)
@@ -180,6 +183,8 @@ def _with_adapters(model: ServedModel, base: Service, choice: ModelChoice) -> Se
         return base
     if (scales := _scales(choice.lora)) is not None:
         return loaded.adapters.scaled(scales, "lora")
+    if choice.view is not None and choice.view.base is base:
+        return choice.view
     name = choice.name or ""
     if (found := loaded.adapters.named(name)) is not None:
         return found

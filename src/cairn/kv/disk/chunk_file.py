@@ -27,7 +27,7 @@ import xxhash
 
 from cairn.kv.disk.codec import Codec
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
-from cairn.types.model_spec import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS, CHUNK_TOKENS
 
 FORMAT = 1
 _MAGIC = b"cairn kv"
@@ -35,6 +35,8 @@ _PREFIX = struct.Struct("<8sII")
 _DIGEST = 16
 _START = _PREFIX.size + _DIGEST
 _LONGEST_HEADER = 4096
+MOST_BEFORE_PAGES = _START + _LONGEST_HEADER + 4 * CHUNK_TOKENS
+"""Most bytes of a file before its pages."""
 HEADER_BYTES = 1024
 """Approximate bytes of a chunk's file beside its pages; model names of the usual length need no more."""
 _KEY = 32
@@ -176,8 +178,31 @@ def _cut(heads: bytes) -> tuple[bytes, ...]:
 def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int, ...], memoryview]:
     """Return the header, tokens and encoded pages after every check. Raise `DamagedChunk` if one fails."""
     view = memoryview(data)
-    if len(view) != name.size or len(view) < _START:
+    if len(view) != name.size:
         raise DamagedChunk(f"the file has {len(view)} bytes, its name says {name.size}")
+    header, pages_at = _verify_start(view, name)
+    if header.pages_size < 0 or pages_at + header.pages_size != len(view):
+        raise DamagedChunk("the sections do not fill the file")
+    if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:
+        raise DamagedChunk("the checksum of the pages is wrong")
+    return header, _tokens(view, header, pages_at), view[pages_at:]
+
+
+def tokens_of(data: bytes | memoryview, name: Name) -> tuple[int, ...]:
+    """Return a file's tokens from its first `MOST_BEFORE_PAGES` bytes. Raise `DamagedChunk` if a check fails."""
+    view = memoryview(data)
+    header, pages_at = _verify_start(view, name)
+    return _tokens(view, header, pages_at)
+
+
+def _tokens(view: memoryview, header: ChunkHeader, end: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{header.tokens}I", view[end - 4 * header.tokens : end])
+
+
+def _verify_start(view: memoryview, name: Name) -> tuple[ChunkHeader, int]:
+    """Return the header and where the pages begin after every check of the bytes before."""
+    if len(view) < _START:
+        raise DamagedChunk("too short")
     magic, version, length = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != _MAGIC or version != FORMAT or length > _LONGEST_HEADER or _START + length > len(view):
         raise DamagedChunk("not the start of a chunk")
@@ -192,13 +217,11 @@ def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int
         raise DamagedChunk("the header is another chunk's")
     tokens_at = _START + length
     pages_at = tokens_at + 4 * header.tokens
-    if header.tokens < 1 or header.pages_size < 0 or pages_at + header.pages_size != len(view):
-        raise DamagedChunk("the sections do not fill the file")
+    if header.tokens < 1 or pages_at > len(view):
+        raise DamagedChunk("the tokens do not fit the file")
     if xxhash.xxh3_128_digest(view[tokens_at:pages_at]) != header.tokens_check:
         raise DamagedChunk("the checksum of the tokens is wrong")
-    if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:
-        raise DamagedChunk("the checksum of the pages is wrong")
-    return header, struct.unpack(f"<{header.tokens}I", view[tokens_at:pages_at]), view[pages_at:]
+    return header, pages_at
 
 
 def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Codec) -> Chunk:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cairn.kv.disk.chunk_file import FORMAT, Name, parse_name
+from cairn.kv.disk.chunk_file import FORMAT, MOST_BEFORE_PAGES, Name, parse_name, tokens_of
 from cairn.system.interfaces import LOCK_FILE, Clock, FileSystem, FolderEntry, Lock
 from cairn.types.errors import ConfigError, Conflict
 
@@ -237,6 +237,11 @@ class StoreFolder:
             if buffer is None or len(buffer) <= name.size:
                 return file.read(0, name.size + 1)
             return buffer[: file.read_into(0, buffer[: name.size + 1])]
+
+    def read_tokens(self, name: Name) -> tuple[int, ...]:
+        """Return the tokens of a chunk without reading its pages. Raise `DamagedChunk` and `OSError`."""
+        with contextlib.closing(self.files.open(self.path(name), "read")) as file:
+            return tokens_of(file.read(0, MOST_BEFORE_PAGES), name)
 
     def announce(self, name: Name) -> None:
         """Tell the disk that a chunk's file will be read soon."""

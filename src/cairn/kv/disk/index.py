@@ -60,6 +60,8 @@ class IndexEntry:
     children: set[bytes] = field(default_factory=set)
     held: int = 0
     """Number of writers that need it."""
+    pins: int = 0
+    """Number of its blocks that are pinned, and of its children that have pins."""
     saves: int = 1
     """Approximate number of chunks that would have to be computed again without it."""
 
@@ -79,9 +81,9 @@ class DiskIndex:
         self._entries: dict[bytes, IndexEntry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
-        self._protected: set[bytes] | None = None
-        """The chunks that `pinned` counts; None until they are counted. Cached, since figures are asked for between
-        steps."""
+        self.pinned = 0
+        """Number of live chunks that a pin protects, directly or through a chunk that extends them. Counted with each
+        change, since figures are asked for between steps."""
         self._order: list[tuple[float, float, bytes]] = []
         self.standings = Standings()
         self._deleted: dict[bytes, IndexEntry] = {}
@@ -103,14 +105,6 @@ class DiskIndex:
         return len(self._entries) - len(self._deleted)
 
     @property
-    def pinned(self) -> int:
-        """Number of live chunks that a pin protects, directly or through a chunk that extends them."""
-        if self._protected is None:
-            self._protected = set()
-            self._protect(self._pinned)
-        return len(self._protected)
-
-    @property
     def pinned_bytes(self) -> int:
         """Approximate bytes of all pinned chunks, stored or not.
 
@@ -119,16 +113,15 @@ class DiskIndex:
         models = ((tag, count) for tag, count in self._pinned_tags.items() if tag in self._tags)
         return sum(count * self._sizes[tag] // self._tags[tag] for tag, count in models)
 
-    def _protect(self, ids: Iterable[bytes]) -> None:
-        """Add these pinned chunks, if live, and their ancestors to `_protected`, if that is counted at all."""
-        if self._protected is None:
-            return
-        for id in ids:
-            for entry in self._chunks_by_head.get(_head(id), ()):
-                one: IndexEntry | None = entry
-                while one is not None and one.id not in self._protected:
-                    self._protected.add(one.id)
-                    one = self.get(one.parent)
+    def _protect(self, entry: IndexEntry, change: int) -> None:
+        """Change the number of pins on a live chunk, and so on its ancestors: each counts its pinned children."""
+        one: IndexEntry | None = entry
+        while one is not None and change:
+            before, one.pins = one.pins, one.pins + change
+            change = bool(one.pins) - bool(before)
+            self.pinned += change
+            parent = self.get(one.parent)
+            one = parent if parent is not None and one.id in parent.children else None
 
     def get(self, id: bytes) -> IndexEntry | None:
         """Return the chunk if it is live."""
@@ -193,8 +186,8 @@ class DiskIndex:
         self.bytes += entry.disk
         for head in (*_heads(entry), _head(entry.id)):
             self._chunks_by_head[head] = (*self._chunks_by_head.get(head, ()), entry)
-        if self._is_pinned(entry):
-            self._protect([entry.id])
+        if self._pinned_heads:
+            self._protect(entry, sum(head in self._pinned_heads for head in (*_heads(entry), _head(entry.id))))
         self._rank(entry)
         self._tell(entry, stored=True)
 
@@ -271,6 +264,7 @@ class DiskIndex:
 
     def mark_deleted(self, entry: IndexEntry) -> None:
         """Hide a chunk from lookups; its bytes still count. Only the caller removes the file."""
+        self._protect(entry, -entry.pins)
         entry.live, entry.going = False, True
         self._deleted[entry.id] = entry
         for head in (*_heads(entry), _head(entry.id)):
@@ -279,8 +273,6 @@ class DiskIndex:
             else:
                 del self._chunks_by_head[head]
         self._tell(entry, stored=False)
-        if self._protected is not None and entry.id in self._protected:
-            self._protected = None
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.children.discard(entry.id)
@@ -330,33 +322,38 @@ class DiskIndex:
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:
         """Pin these ids instead of those that the owner pinned before."""
-        old = self._pins.pop(owner, frozenset())
-        if ids:
-            self._pins[owner] = frozenset(ids)
-        for id in self._pins.get(owner, frozenset()):
+        old, new = self._pins.pop(owner, frozenset()), frozenset(ids)
+        if new:
+            self._pins[owner] = new
+        # Only what differs: a pin is replaced after each turn of its agent, and most of it stays.
+        for id in new - old:
             self._pinned[id] = self._pinned.get(id, 0) + 1
-            self._pinned_tags[id[:-KEY_BYTES]] += self._pinned[id] == 1
-            self._pinned_heads[_head(id)] += self._pinned[id] == 1
-        for id in old:
+            if self._pinned[id] == 1:
+                self._pin_block(id)
+        for id in old - new:
             self._pinned[id] -= 1
             if not self._pinned[id]:
                 del self._pinned[id]
-                self._pinned_tags[id[:-KEY_BYTES]] -= 1
-                self._pinned_heads[_head(id)] -= 1
-                if not self._pinned_heads[_head(id)]:
-                    del self._pinned_heads[_head(id)]
-                self._protected = None
-                for entry in self._chunks_by_head.get(_head(id), ()):
-                    self._rank(entry)
-        self._protect(ids)
+                self._unpin_block(id)
 
-    def _is_pinned(self, entry: IndexEntry) -> bool:
-        """Return whether a pin names the chunk or one of its blocks."""
-        heads = self._pinned_heads
-        return entry.id in self._pinned or (bool(heads) and any(head in heads for head in _heads(entry)))
+    def _pin_block(self, id: bytes) -> None:
+        self._pinned_tags[id[:-KEY_BYTES]] += 1
+        self._pinned_heads[_head(id)] += 1
+        if self._pinned_heads[_head(id)] == 1:
+            for entry in self._chunks_by_head.get(_head(id), ()):
+                self._protect(entry, 1)
+
+    def _unpin_block(self, id: bytes) -> None:
+        self._pinned_tags[id[:-KEY_BYTES]] -= 1
+        self._pinned_heads[_head(id)] -= 1
+        if not self._pinned_heads[_head(id)]:
+            del self._pinned_heads[_head(id)]
+            for entry in self._chunks_by_head.get(_head(id), ()):
+                self._protect(entry, -1)
+                self._rank(entry)
 
     def _evictable(self, entry: IndexEntry) -> bool:
-        return entry.live and not entry.children and not entry.held and not self._is_pinned(entry)
+        return entry.live and not entry.children and not entry.held and not entry.pins
 
     def _rank(self, entry: IndexEntry) -> None:
         """Put a chunk in its place in the order of eviction; its earlier places are skipped when they come up."""

@@ -18,7 +18,7 @@ used first, and its chunks age like any others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from cairn.kv.disk.folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, c
 from cairn.kv.disk.notes import SEEN, read_layout
 from cairn.kv.disk.pins import Pins, pin_name
 from cairn.kv.disk.rebuild_index import rebuild_index
+from cairn.kv.disk.token_search import chunks_of_tokens
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import CHUNK_BLOCKS
@@ -288,6 +289,31 @@ class ModelFolders:
         """
         return all([self._erase(path, salt, tokens, keep) for path in places(self._home, model) if path != self._own])
 
+    def has(self, model: bytes) -> bool:
+        """Return whether there is a store that is named after this model."""
+        return any(StoreFolder(self._files, path).marked() for path in places(self._home, model))
+
+    def erase_tokens(self, tokens: Sequence[int], keep: int, searched: Collection[bytes]) -> bool:
+        """Erase a context beyond its first `keep` tokens from the other stores, whatever salt its chunks have.
+
+        The stores of the models in `searched` are left out. Return False if a store is in use or the disk refuses.
+        """
+        spared = {self._own, *(path for model in searched for path in places(self._home, model))}
+        others = [path for path in (self._home, *self._stores()) if path not in spared]
+        return all([self._erase_tokens(path, tokens, keep) for path in others])
+
+    def _erase_tokens(self, path: Path, tokens: Sequence[int], keep: int) -> bool:
+        if not any(self._chunks(path)):
+            return True
+        try:
+            with self._opened(path) as state:
+                ids, complete = chunks_of_tokens(state, tokens, keep)
+                return self._remove(state, ids) and complete
+        except Conflict:
+            return False
+        except ConfigError:  # not a store of this version: the version that reads it erases it
+            return True
+
     def _erase(self, path: Path, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
         folder = StoreFolder(self._files, path)
         if not folder.marked() or (layout := read_layout(folder)) is None:
@@ -298,16 +324,20 @@ class ModelFolders:
                 engines = disk_maintenance.OtherEngines(state, b"", b"")
                 known = engines.learn()
                 ids = engines.ids(lambda identity: layout.keys(identity, salt, tokens, first))
-                with state.mutex:
-                    family = state.index.family(ids)
-                    for entry in family:
-                        state.mark_deleted(entry)
-                state.clear(family)
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.remove(path / SEEN)
-                # The index no longer knows evicted chunks, and after a power cut their names may be back.
-                return state.sync(state.folder.digits()) and known and not state.index.lingering
+                return self._remove(state, ids) and known
         except Conflict:
             return False
         except ConfigError:  # not a store of this version: the version that reads it erases it
             return True
+
+    def _remove(self, state: DiskState, ids: Collection[bytes]) -> bool:
+        """Remove these chunks and all that extend them from another store; return whether they are gone for good."""
+        with state.mutex:
+            family = state.index.family(ids)
+            for entry in family:
+                state.mark_deleted(entry)
+        state.clear(family)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.remove(state.folder.folder / SEEN)
+        # The index no longer knows evicted chunks, and after a power cut their names may be back.
+        return state.sync(state.folder.digits()) and not state.index.lingering

@@ -29,6 +29,7 @@ from cairn.kv.disk.model_folders import ModelFolders
 from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
 from cairn.kv.disk.rebuild_index import rebuild_index
+from cairn.kv.disk.token_search import chunks_of_tokens
 from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing, Watch
 from cairn.system.interfaces import Clock, FileSystem, Lock
@@ -281,15 +282,31 @@ class DiskStore:
             except OSError as error:
                 state.fail("write", error)
 
-    def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+    def erase_of_model(
+        self,
+        model: bytes,
+        salt: bytes,
+        tokens: Sequence[int],
+        keep: int,
+        searched: Collection[bytes] | None = None,
+    ) -> bool:
         """See `DurableStore`."""
-        if self._folders is None:
-            return True
+        folders = self._folders
         try:
-            return self._folders.erase(model, salt, tokens, keep)
+            if searched is None or (folders is not None and folders.has(model)):
+                return folders is None or folders.erase(model, salt, tokens, keep)
+            elsewhere = folders is None or folders.erase_tokens(tokens, keep, searched)
+            return self._erase_tokens(tokens, keep) and elsewhere
         except OSError as error:
             self._state.fail("remove files from", error)
             return False
+
+    def _erase_tokens(self, tokens: Sequence[int], keep: int) -> bool:
+        with self._state.mutex:
+            opened = self._lock is not None
+        ids, complete = chunks_of_tokens(self._state, tokens, keep)
+        self._drop(sorted(ids))
+        return opened and complete and not self._remain(ids)
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
         """See `Store`. For chunks of this engine."""

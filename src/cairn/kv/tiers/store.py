@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -254,10 +254,19 @@ class DurableStore(Store, Protocol):
         """
         ...
 
-    def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+    def erase_of_model(
+        self,
+        model: bytes,
+        salt: bytes,
+        tokens: Sequence[int],
+        keep: int,
+        searched: Collection[bytes] | None = None,
+    ) -> bool:
         """Remove a context, beyond its first `keep` tokens, of a model that is not served now.
 
-        Return whether nothing of it can be read any more.
+        With `searched`, and if no store is named after the model, remove all chunks of these tokens from all stores,
+        whatever salt they have: the salt may stand for unknown adapters. Stores of other models in `searched` are left
+        to their owners. Return whether nothing of the context can be read any more.
         """
         ...
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -388,13 +388,22 @@ class Tiers:
             self.write_behind.flush(lambda lost: give_up(), counts=False)
 
     def erase_of_model(
-        self, model: bytes, tokens: Sequence[int], salt: bytes, keep: int, done: Callable[[bool], None]
+        self,
+        model: bytes,
+        tokens: Sequence[int],
+        salt: bytes,
+        keep: int,
+        searched: Collection[bytes] | None,
+        done: Callable[[bool], None],
     ) -> None:
-        """Erase a context of a model that is not served now from its stores; call `done` with whether it is gone."""
+        """Erase a context of a model that is not served now from its stores; call `done` with whether it is gone.
+
+        `searched`: see `DurableStore.erase_of_model`.
+        """
         if (store := self._durable) is None:
             return done(True)
         gone = list[bool]()
-        erase = partial(store.erase_of_model, model, salt, tokens, keep)
+        erase = partial(store.erase_of_model, model, salt, tokens, keep, searched)
         self.do(lambda one: gone.append(erase()), (store,), lambda: done(gone == [True]))
 
     def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
