@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cairn.text.output.call_formats import BY_NAME, FORMATS
-from cairn.text.output.output_parser import splitter
+from cairn.text.output.output_parser import Splitter, splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import ParsedCall
@@ -192,7 +192,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
-    output = OutputFormat(tools=True, offered=OFFERED)
+    output = OutputFormat(reasoning=True, tools=True, offered=OFFERED)
     made: dict[str, Any] = {"max_tokens": 1 << 20, "stop_token_ids": ()}
     return TextStream(tokenizer, Request(id=1, prompt=(1,), sampling=SamplingParams(**made), stop=stop, output=output))
 
@@ -218,3 +218,31 @@ def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Token
     reader.push(tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True))
     reader.push([*tokenizer.encode("zzz"), *mark])
     assert not reader.stopped
+
+
+THOUGHT = '<think>\n<tool_call>{"name": "of no tool", "arguments": {"x": "'
+
+
+@pytest.mark.parametrize(
+    "before", ['<tool_call>{"name": "f", "arguments": {"x": "', THOUGHT], ids=["a begun call", "a call thought of"]
+)
+def test_a_stop_with_a_control_token_copies_no_call_where_it_does_not_apply(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """The stop is spelt at each of the tokens; content alone can end there."""
+    copies, copied = list[int](), Splitter.copy
+
+    def counted(self: Splitter) -> Splitter:
+        copies.append(1)
+        return copied(self)
+
+    monkeypatch.setattr(Splitter, "copy", counted)
+    reader = stream(tokenizer, "a<|im_start|>")
+    mark = tokenizer.encode("<|im_start|>", special=True)
+    reader.push(tokenizer.encode(before, special=True))
+    for _ in range(50):
+        reader.push([*tokenizer.encode("a"), *mark])
+    assert not copies and not reader.stopped
+    if before == THOUGHT:
+        reader.push([*tokenizer.encode('"}}</think>a'), *mark])
+        assert reader.stopped

@@ -14,7 +14,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
@@ -48,6 +48,11 @@ class BodyBudget:
     def held(self) -> int:
         """Bytes in hand now."""
         return self._held.total()
+
+    @property
+    def holders(self) -> Mapping[str, int]:
+        """The tenants with a count, which is their bytes in hand."""
+        return self._held
 
     def take(self, tenant: str, size: int) -> None:
         """Count `size` bytes more. Raises Overloaded beyond the tenant's share, Unavailable beyond the total."""
@@ -324,7 +329,7 @@ class HTTPCall:
             found = _unpack(body, self._limit)
         else:
             found = await asyncio.to_thread(_unpack, body, self._limit)
-        self._budget.take(self.share, len(found))
+        self._budget.take(self.payer, len(found))
         self._held += len(found)
         return found
 
