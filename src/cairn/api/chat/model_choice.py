@@ -90,7 +90,7 @@ class ModelRouter:
         """Yield the service of the call's model, which is loaded first if it is not.
 
         `how` is the `model` of its route; with "url" nothing is loaded. Raises UnknownModel for a name that no model
-        has, Unavailable if the model cannot be loaded in time, Conflict or Unavailable if it had to be loaded for "url".
+        has, Unavailable if the model cannot be loaded in time, and Conflict if it is not loaded for "url".
         """
         if not how:
             service = self._about(call) or self._models.services.first

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import (
     CairnError,
     ContextTooLong,
@@ -42,6 +43,8 @@ class BodyBudget:
 
     def __init__(self, total: int, share: int) -> None:
         self._total, self.share = total, share
+        self.long = LongTexts()
+        """Threads that parse large bodies."""
         self._held: Counter[str] = Counter()
 
     @property
@@ -318,6 +321,11 @@ class HTTPCall:
         if self.on_body is not None:
             self.on_body(self, body)
         return body
+
+    @property
+    def long(self) -> LongTexts:
+        """The threads that parse large bodies."""
+        return self._budget.long
 
     @property
     def coding(self) -> bytes:
