@@ -124,6 +124,8 @@ SAFE: Headers = [
 """Headers of every answer that brings none of its own: whatever text a client stored, no browser runs it."""
 AUTHORITY = "cairn.authority"
 """Key in the scope of a call whose request line names a host, with that host as written."""
+BEFORE_ANSWER = "cairn.before_answer"
+"""Key in the scope of a call whose connection has to know that an answer begins: a function to await before it."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """Names that a client may give a request: visible characters without a slash, since the name stands in a path."""
 _encode = msgspec.json.Encoder().encode
@@ -400,6 +402,8 @@ class HTTPCall:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers of an answer whose body follows by `write`."""
+        if (prepare := self.scope.get(BEFORE_ANSWER)) is not None:
+            await prepare()
         self.started = True
         self.status = status
         id = self.id.encode()
