@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cairn.text.output.call_formats import BY_NAME, FORMATS
+from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat
 from cairn.text.output.output_parser import Splitter, splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
@@ -113,6 +113,12 @@ COSTLY: dict[str, tuple[str, str, str, str]] = {
     "blanks behind a parameter": ("qwen_xml", f"<tool_call>\n{XML}a</parameter>", " ", ""),
     "blanks behind a parameter without marks": ("qwen_xml", f"{XML}a</parameter>", " ", ""),
     "line breaks behind a value": ("glm", "<tool_call>f\n<arg_key>x</arg_key><arg_value>a</arg_value>", "\n", ""),
+    "blanks behind a function": ("qwen_xml", "<tool_call>\n<function=f>\n", " ", ""),
+    "line breaks before a function ends": ("qwen_xml", "<tool_call>\n<function=f>", "\n", "</function>"),
+    "a function's long name": ("qwen_xml", "<tool_call>\n<function=", "abcd", ">"),
+    "an argument's long name": ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=", "abcd", ">"),
+    "an argument's long name in another call": (
+        "qwen_xml", "<tool_call>\n<function=of no tool>\n<parameter=", "abcd", ">"),
     "blanks in a tag": ("qwen_xml", f"<tool_call>\n{XML}a", "\n<parameter=" + " " * 1_000, ""),
     "blanks behind a call that was thought of": ("hermes", '<think>\n<tool_call>{"name": "f"}</tool_call>', " ", ""),
     "sections within a text that is none": (
@@ -170,6 +176,60 @@ def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
             text = before + unit * (32_000 // len(unit))
             limit = max(1.0, 24 * small)
             assert any(seconds(form(one.name), text, step) < limit for _ in range(3)), (one.name, before, unit, step)
+
+
+UNITS = [
+    " " * 64, "\n" * 16, "a" * 64, "0" * 64, "<", "</", "{", "[", "}", '"', "\\", "'", ",", "f(", "f(x=", "x=1,",
+    "x:1,", " \n",
+    '"a":', '"k":1,', "```\n", "{}", "<tool_call>", "<think>", "</think>", "<function=f>", "<parameter=x>",
+    "</parameter>",
+    "<|message|>", "<|end|>", " to=f", "<|constrain|>", "\\u", MARK, '{"name":"f","arguments":{}}',
+]  # fmt: skip
+"""Texts of one token, many of which a model may repeat."""
+
+
+def beginnings(one: CallFormat) -> list[str]:
+    """Return beginnings of an answer, up to each place within a call of the format."""
+    opened = one.begin + one.open.replace("{name}", "f").replace("{index}", "0").replace("{id}", "ab")
+    value = one.key[0] + "x" + one.key[1].replace("{kind}", one.words[0])
+    inside = ["{", '{"x":"', '{"x":1}' + one.close, one.key[0], value, value + "v" + one.value_end]
+    plain = [
+        "",
+        "[f(x='",
+        '{"name":"f","arguments":{"x":"',
+        '[{"name":"f","arguments":{}},',
+        "<function=f>\n<parameter=x>",
+    ]
+    channel = ["<|channel|>", "<|channel|>commentary to=", "<|channel|>commentary to=functions.f <|message|>{"]
+    found = [
+        "hi ",
+        *(opened + text for text in ("", *inside)),
+        *(one.begin + text for text in plain),
+        "\nf(x=",
+        "```json",
+    ]
+    found += channel if one.kind == "channel" else []
+    return list(dict.fromkeys([*found, "<think>" + opened, "<think>" + opened + value, *plain]))
+
+
+def token_by_token(output: OutputFormat, before: str, unit: str, count: int) -> float:
+    reader = splitter(output, 1, 0)
+    began = time.process_time()
+    reader.push(before)
+    for _ in range(count):
+        reader.push(unit)
+    reader.finish(by_model=True)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+def test_a_token_that_comes_again_and_again_takes_the_same_time_each_time(one: CallFormat, prove: bool) -> None:
+    """In every format, wherever within a call: 8 times the tokens may take 24 times as long."""
+    cases = [(before, unit) for before in beginnings(one) for unit in UNITS]
+    for before, unit in cases if prove else random.Random(one.name).sample(cases, 12):
+        limit = max(0.5, 24 * token_by_token(form(one.name), before, unit, 250))
+        # A quadratic parser takes 64 times as long each time; a busy machine makes one measurement of three slow.
+        assert any(token_by_token(form(one.name), before, unit, 2_000) < limit for _ in range(3)), (before, unit)
 
 
 def test_python_calls_are_parsed_or_refused() -> None:
