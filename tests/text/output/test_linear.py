@@ -117,8 +117,6 @@ COSTLY: dict[str, tuple[str, str, str, str]] = {
     "line breaks before a function ends": ("qwen_xml", "<tool_call>\n<function=f>", "\n", "</function>"),
     "a function's long name": ("qwen_xml", "<tool_call>\n<function=", "abcd", ">"),
     "an argument's long name": ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=", "abcd", ">"),
-    "an argument's long name in another call": (
-        "qwen_xml", "<tool_call>\n<function=of no tool>\n<parameter=", "abcd", ">"),
     "blanks in a tag": ("qwen_xml", f"<tool_call>\n{XML}a", "\n<parameter=" + " " * 1_000, ""),
     "blanks behind a call that was thought of": ("hermes", '<think>\n<tool_call>{"name": "f"}</tool_call>', " ", ""),
     "sections within a text that is none": (
