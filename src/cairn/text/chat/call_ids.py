@@ -42,11 +42,11 @@ class _Pending:
         self._make = make
         self._by_id: dict[str, str] = {}
         """Client's id -> template's id, of the newest call with that id."""
-        self._open = _OpenCalls()
+        self._open = _UnansweredCalls()
 
     def renamed(self, message: dict[str, Any]) -> dict[str, Any]:
         if calls := message.get("tool_calls"):
-            self._open = _OpenCalls()
+            self._open = _UnansweredCalls()
             return {**message, "tool_calls": [self._call(call) for call in calls]}
         if message["role"] == "tool":
             return {**message, "tool_call_id": self._result(message)}
@@ -77,7 +77,7 @@ class _Pending:
         return made_id
 
 
-class _OpenCalls:
+class _UnansweredCalls:
     """The calls of one message that have no result yet, in their order. Each look-up takes constant time."""
 
     def __init__(self) -> None:
