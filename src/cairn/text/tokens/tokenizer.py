@@ -392,9 +392,20 @@ def valid_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Not by way of UTF-16: its codecs raise and catch an error for each surrogate.
-        return _SURROGATE.sub("\ufffd", _PAIR.sub(_joined, text))
+        # Not by way of UTF-16: its codecs raise and catch an error for each surrogate. Other threads, such as the event
+        # loop's, run between pieces.
+        pieces, at = [], 0
+        while at < len(text):
+            end = at + MENDED_AT_ONCE
+            end -= _PAIR.match(text, end - 1) is not None  # a piece ends before a pair
+            pieces.append(_SURROGATE.sub("\ufffd", _PAIR.sub(_joined, text[at:end])))
+            at = end
+        return "".join(pieces)
     return text
+
+
+MENDED_AT_ONCE = 1 << 16
+"""Characters of a piece in which surrogates are replaced."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
