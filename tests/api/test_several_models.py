@@ -156,6 +156,22 @@ def until_unloaded(server: Served, name: str) -> None:
     raise AssertionError(f"{name} stays loaded")
 
 
+@pytest.mark.parametrize("path", ["/props", "/slots"])
+def test_a_get_loads_no_model_and_keeps_none(server: Served, path: str) -> None:
+    """Any web page can send it, and loading one model may unload another."""
+    for name in ("alpha", "beta"):
+        assert post(server, "/v1/admin/models/load", model=name).status_code == 200
+    until_unloaded(server, "gamma")
+    before = {item["id"]: item["state"] for item in get(server, "/v1/admin/models")["data"]}
+    refused = httpx.get(f"{server.url}{path}?model=gamma", trust_env=False, verify=False, timeout=60)
+    assert refused.status_code == 409 and refused.json()["error"]["param"] == "model"
+    assert "gamma is not loaded" in refused.text and "/v1/admin/models/load" in refused.text
+    assert {item["id"]: item["state"] for item in get(server, "/v1/admin/models")["data"]} == before
+    assert httpx.get(f"{server.url}{path}?model=no", trust_env=False, verify=False, timeout=60).status_code == 404
+    for query in ("", "?model=beta"):
+        assert httpx.get(server.url + path + query, trust_env=False, verify=False, timeout=60).status_code == 200
+
+
 def test_a_call_that_waits_for_its_model_says_how_long_that_took(server: Served) -> None:
     assert post(server, "/api/generate", model="gamma", keep_alive=0).status_code == 200
     until_unloaded(server, "gamma")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import io
 import json
 import os
@@ -105,6 +106,25 @@ async def test_a_body_is_held_until_its_answer_has_ended() -> None:
                 break
             await asyncio.sleep(0.01)
         assert at.app.bodies.held == 0
+
+
+@pytest.mark.parametrize("agent", ["", "coder"])
+async def test_a_compressed_body_gives_back_all_that_it_took(agent: str) -> None:
+    """Without keys an agent has a share of its own, while its bodies count against the client's address."""
+    service: Any = ScriptedService()
+    async with site(service, Config(max_bodies_mib=2, max_body_mib=1)) as at, at.http() as http:
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        headers |= {"x-cairn-agent": agent} if agent else {}
+        packed = gzip.compress(chat(1) + b" " * 900_000)
+        for _ in range(4):
+            asked = await http.post("/v1/chat/completions", content=packed, headers=headers)
+            # The scripted server keeps no agents, which it says once the body is read.
+            assert asked.status_code == 200 or "keeps no agents" in asked.text, asked.text
+        for _ in range(500):
+            if not at.app.bodies.held:
+                break
+            await asyncio.sleep(0.01)
+        assert at.app.bodies.held == 0 and not at.app.bodies.holders
 
 
 @pytest.mark.parametrize("where", ["open", "write"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cairn.api.http.connection import FIRST_LOOK, Guard, Phase
+from cairn.api.http.connection import EARLY_BYTES, FIRST_LOOK, Guard, Phase
 from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.types.outputs import Delta
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, answer, request_bytes, site
@@ -342,6 +344,69 @@ async def test_a_refusal_before_the_body_arrived_can_be_read() -> None:
         status, headers, body = await answer(reader)
         assert in_shape(status, headers, json.loads(body)) == "not_found"
         writer.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never holds")
+
+
+LATER = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def early(path: str, headers: str, size: int) -> bytes:
+    """Return the head of a request that is answered before its body of `size` bytes is read."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Type: application/json\r\n"
+    return f"{head}Content-Length: {size}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(("path", "headers", "status"), [
+    ("/v1/chat/completions", "", 401),
+    ("/v1/nowhere", "Authorization: Bearer k\r\n", 404),
+    ("/v1/models", "Authorization: Bearer k\r\n", 405),
+])  # fmt: skip
+async def test_after_an_early_answer_the_connection_serves_the_next_request(
+    path: str, headers: str, status: int
+) -> None:
+    """Clients send a request's head and its body apart, and reuse a connection that does not say that it closes."""
+    async with site(ScriptedService(), Config(api_key=(Secret("k"),))) as at:
+        reader, writer = await at.raw()
+        for _ in range(2):
+            writer.write(early(path, headers, 2))
+            await until(lambda: Phase.BODY in [guard.phase for guard in at.listener.guards()])
+            writer.write(b"{}")
+            found, told, _ = await answer(reader)
+            assert found == status and "connection" not in told
+        writer.write(LATER)
+        assert (await answer(reader))[0] == 200
+        writer.close()
+
+
+@pytest.mark.parametrize(("headers", "size"), [
+    ("", 2),
+    ("", EARLY_BYTES + 1),
+    ("Expect: 100-continue\r\n", 2),
+], ids=["never sent", "large", "waits for 100"])  # fmt: skip
+async def test_an_early_answer_says_that_the_connection_closes(headers: str, size: int) -> None:
+    async with site(ScriptedService(), Config(api_key=(Secret("k"),))) as at:
+        reader, writer = await at.raw()
+        writer.write(early("/v1/chat/completions", headers, size))
+        status, told, _ = await answer(reader)
+        assert status == 401 and told["connection"] == "close"
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+async def test_a_client_that_leaves_before_an_early_answer_leaves_nothing() -> None:
+    async with site(ScriptedService(), Config(api_key=(Secret("k"),))) as at:
+        _, writer = await at.raw()
+        writer.write(early("/v1/chat/completions", "", 2))
+        await until(lambda: Phase.BODY in [guard.phase for guard in at.listener.guards()])
+        writer.transport.abort()
+        await until(lambda: not at.listener.guards())
 
 
 async def test_head_and_errors_have_request_ids() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cairn.config.config import Config
+from cairn.text.chat import call_ids
 from cairn.text.chat.call_ids import with_ids
 from cairn.text.chat.prompt import Chat
 from cairn.text.output.output_parser import splitter
@@ -155,3 +157,51 @@ def test_an_id_written_by_the_model_survives_the_client() -> None:
     nine = call_id(3, 0, 0, "a1B2c3D4z")
     assert written_id(nine) == "a1B2c3D4z" and written_id(OWN[0]) == ""
     assert with_ids(conversation([("f", nine)]), "nine")[2]["tool_call_id"] == "a1B2c3D4z"
+
+
+def counted_hashes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each text that is hashed into an id is appended from now on."""
+    made, hashed = list[str](), call_ids._hashed
+
+    def counted(text: str) -> str:
+        made.append(text)
+        return hashed(text)
+
+    monkeypatch.setattr(call_ids, "_hashed", counted)
+    return made
+
+
+def test_an_id_that_comes_again_is_hashed_once_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = counted_hashes(monkeypatch)
+    turn: Turn = [("f", "x")] * 1_000
+    made = with_ids(conversation(turn, turn), "nine")
+    ids = [call["id"] for message in made for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids) == 2_000
+    assert [message["tool_call_id"] for message in made if message["role"] == "tool"] == ids
+    assert len(hashed) == len(set(hashed)) == 2_000
+
+
+def test_results_in_any_order_find_their_calls_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        made = conversation([("f", f"x{at}") for at in range(count)])
+        made[2:] = reversed(made[2:])
+        began = time.process_time()
+        renamed = with_ids(made, "nine")
+        spent = time.process_time() - began
+        ids = [call["id"] for call in renamed[1]["tool_calls"]]
+        assert [message["tool_call_id"] for message in renamed[2:]] == ids[::-1]
+        return spent
+
+    # A quadratic search takes 256 times as long; a busy machine makes one measurement of three slow.
+    small = min(seconds(1_000) for _ in range(3))
+    assert any(seconds(16_000) < 80 * small for _ in range(3))
+
+
+def test_results_without_ids_belong_to_the_open_calls_of_their_names_in_order() -> None:
+    made = conversation([("f", "a"), ("g", "b"), ("f", "c")])
+    results = [{"tool_call_id": "c"}, {"name": "f"}, {}, {"name": "f"}, {"name": ["f"]}]
+    made[2:] = [{"role": "tool", "content": "", **one} for one in results]
+    calls = [call["id"] for call in with_ids(made, "nine")[1]["tool_calls"]]
+    given = [message["tool_call_id"] for message in with_ids(made, "nine")[2:]]
+    assert given[:3] == [calls[2], calls[0], calls[1]]
+    assert not set(given[3:]) & set(calls)

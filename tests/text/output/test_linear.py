@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cairn.text.output.call_formats import BY_NAME, FORMATS
-from cairn.text.output.output_parser import splitter
+from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat
+from cairn.text.output.output_parser import Splitter, splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import ParsedCall
@@ -113,6 +113,10 @@ COSTLY: dict[str, tuple[str, str, str, str]] = {
     "blanks behind a parameter": ("qwen_xml", f"<tool_call>\n{XML}a</parameter>", " ", ""),
     "blanks behind a parameter without marks": ("qwen_xml", f"{XML}a</parameter>", " ", ""),
     "line breaks behind a value": ("glm", "<tool_call>f\n<arg_key>x</arg_key><arg_value>a</arg_value>", "\n", ""),
+    "blanks behind a function": ("qwen_xml", "<tool_call>\n<function=f>\n", " ", ""),
+    "line breaks before a function ends": ("qwen_xml", "<tool_call>\n<function=f>", "\n", "</function>"),
+    "a function's long name": ("qwen_xml", "<tool_call>\n<function=", "abcd", ">"),
+    "an argument's long name": ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=", "abcd", ">"),
     "blanks in a tag": ("qwen_xml", f"<tool_call>\n{XML}a", "\n<parameter=" + " " * 1_000, ""),
     "blanks behind a call that was thought of": ("hermes", '<think>\n<tool_call>{"name": "f"}</tool_call>', " ", ""),
     "sections within a text that is none": (
@@ -172,6 +176,60 @@ def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
             assert any(seconds(form(one.name), text, step) < limit for _ in range(3)), (one.name, before, unit, step)
 
 
+UNITS = [
+    " " * 64, "\n" * 16, "a" * 64, "0" * 64, "<", "</", "{", "[", "}", '"', "\\", "'", ",", "f(", "f(x=", "x=1,",
+    "x:1,", " \n",
+    '"a":', '"k":1,', "```\n", "{}", "<tool_call>", "<think>", "</think>", "<function=f>", "<parameter=x>",
+    "</parameter>",
+    "<|message|>", "<|end|>", " to=f", "<|constrain|>", "\\u", MARK, '{"name":"f","arguments":{}}',
+]  # fmt: skip
+"""Texts of one token, many of which a model may repeat."""
+
+
+def beginnings(one: CallFormat) -> list[str]:
+    """Return beginnings of an answer, up to each place within a call of the format."""
+    opened = one.begin + one.open.replace("{name}", "f").replace("{index}", "0").replace("{id}", "ab")
+    value = one.key[0] + "x" + one.key[1].replace("{kind}", one.words[0])
+    inside = ["{", '{"x":"', '{"x":1}' + one.close, one.key[0], value, value + "v" + one.value_end]
+    plain = [
+        "",
+        "[f(x='",
+        '{"name":"f","arguments":{"x":"',
+        '[{"name":"f","arguments":{}},',
+        "<function=f>\n<parameter=x>",
+    ]
+    channel = ["<|channel|>", "<|channel|>commentary to=", "<|channel|>commentary to=functions.f <|message|>{"]
+    found = [
+        "hi ",
+        *(opened + text for text in ("", *inside)),
+        *(one.begin + text for text in plain),
+        "\nf(x=",
+        "```json",
+    ]
+    found += channel if one.kind == "channel" else []
+    return list(dict.fromkeys([*found, "<think>" + opened, "<think>" + opened + value, *plain]))
+
+
+def token_by_token(output: OutputFormat, before: str, unit: str, count: int) -> float:
+    reader = splitter(output, 1, 0)
+    began = time.process_time()
+    reader.push(before)
+    for _ in range(count):
+        reader.push(unit)
+    reader.finish(by_model=True)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+def test_a_token_that_comes_again_and_again_takes_the_same_time_each_time(one: CallFormat, prove: bool) -> None:
+    """In every format, wherever within a call: 8 times the tokens may take 24 times as long."""
+    cases = [(before, unit) for before in beginnings(one) for unit in UNITS]
+    for before, unit in cases if prove else random.Random(one.name).sample(cases, 12):
+        limit = max(0.5, 24 * token_by_token(form(one.name), before, unit, 250))
+        # A quadratic parser takes 64 times as long each time; a busy machine makes one measurement of three slow.
+        assert any(token_by_token(form(one.name), before, unit, 2_000) < limit for _ in range(3)), (before, unit)
+
+
 def test_python_calls_are_parsed_or_refused() -> None:
     assert python_calls("[f(x=[1]]") is None
     assert python_calls("[f(x=1]") is None
@@ -192,7 +250,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
-    output = OutputFormat(tools=True, offered=OFFERED)
+    output = OutputFormat(reasoning=True, tools=True, offered=OFFERED)
     made: dict[str, Any] = {"max_tokens": 1 << 20, "stop_token_ids": ()}
     return TextStream(tokenizer, Request(id=1, prompt=(1,), sampling=SamplingParams(**made), stop=stop, output=output))
 
@@ -218,3 +276,31 @@ def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Token
     reader.push(tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True))
     reader.push([*tokenizer.encode("zzz"), *mark])
     assert not reader.stopped
+
+
+THOUGHT = '<think>\n<tool_call>{"name": "of no tool", "arguments": {"x": "'
+
+
+@pytest.mark.parametrize(
+    "before", ['<tool_call>{"name": "f", "arguments": {"x": "', THOUGHT], ids=["a begun call", "a call thought of"]
+)
+def test_a_stop_with_a_control_token_copies_no_call_where_it_does_not_apply(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """The stop is spelt at each of the tokens; content alone can end there."""
+    copies, copied = list[int](), Splitter.copy
+
+    def counted(self: Splitter) -> Splitter:
+        copies.append(1)
+        return copied(self)
+
+    monkeypatch.setattr(Splitter, "copy", counted)
+    reader = stream(tokenizer, "a<|im_start|>")
+    mark = tokenizer.encode("<|im_start|>", special=True)
+    reader.push(tokenizer.encode(before, special=True))
+    for _ in range(50):
+        reader.push([*tokenizer.encode("a"), *mark])
+    assert not copies and not reader.stopped
+    if before == THOUGHT:
+        reader.push([*tokenizer.encode('"}}</think>a'), *mark])
+        assert reader.stopped

@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+from cairn.text.output.output_parser import splitter
 from cairn.text.output.tagged_call_reader import CallReader
 from cairn.text.output.tool_parser import CLOSE, OPEN, ParsedCall, call_id
-from cairn.types.request import OutputFormat
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OfferedTool, OutputFormat
 
 GOOD = [
     ('{"name": "f", "arguments": {"x": 1}}', "f", '{"x": 1}'),
@@ -112,3 +114,24 @@ def test_ids_are_the_same_again_and_differ_between_calls() -> None:
     assert len(ids) == 27
     assert call_id(1, 2, 3) == call_id(1, 2, 3)
     assert all(one.startswith("call_") and int(one[5:], 16) for one in ids)
+
+
+@pytest.mark.parametrize("step", [1 << 20, 1, 7])
+@pytest.mark.parametrize("kind", ["function", "parameter"])
+def test_a_name_in_a_tag_has_at_most_256_characters(kind: str, step: int) -> None:
+    for size in (1, 255, 256, 257, 300):
+        name = "n" * size
+        function, argument = (name, "x") if kind == "function" else ("f", name)
+        text = (
+            f"<tool_call>\n<function={function}>\n\n<parameter={argument}>\na\n</parameter>\n</function>\n</tool_call>"
+        )
+        tools = (OfferedTool(function, ()),)
+        reader = splitter(OutputFormat(tools=True, xml=True, calls="", offered=tools), 1, 0)
+        pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])]
+        pieces += reader.finish(by_model=True)
+        calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+        if size <= 256:
+            assert "".join(call.arguments for call in calls) == f'{{"{argument}": "a"}}'
+            assert calls[0].name == function and reader.complete_calls == 1
+        else:
+            assert not calls and "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta)) == text

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from cairn.text.tokens.control_tokens import Controls, is_control
-from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import MENDED_AT_ONCE, Tokenizer, valid_text
 from cairn.types.errors import ModelFileError
 from tests.text import text_models
 
@@ -425,3 +425,15 @@ def test_invalid_tokens_of_the_config_are_a_short_error(tmp_path: Path, listed: 
     config = {**text_models.QWEN_CONFIG, "added_tokens_decoder": listed}
     with pytest.raises(ModelFileError, match=r"tokenizer_config\.json: .* added_tokens_decoder"):
         Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), config))
+
+
+def test_surrogates_are_joined_and_replaced_wherever_they_stand() -> None:
+    for before in (0, 1, MENDED_AT_ONCE - 2, MENDED_AT_ONCE - 1, MENDED_AT_ONCE, 2 * MENDED_AT_ONCE - 1):
+        for pair, wanted in (("\ud83d\ude00", "\U0001f600"), ("\ude00\ud83d", "\ufffd\ufffd"), ("\ud83d", "\ufffd")):
+            assert valid_text("x" * before + pair + "y\ud83d") == "x" * before + wanted + "y\ufffd"
+    many = "\ud83d" * (MENDED_AT_ONCE + 1) + "\ude00" * 2
+    assert valid_text(many) == "\ufffd" * MENDED_AT_ONCE + "\U0001f600\ufffd"
+    rng = random.Random(1)
+    for _ in range(200):
+        text = "".join(rng.choices(["\ud83d", "\ude00", "a", "\u00e9", "\U0001f600"], k=20))
+        assert valid_text(text) == text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

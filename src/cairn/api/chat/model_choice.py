@@ -23,7 +23,7 @@ from cairn.frontend.adapter_services import AdaptedService
 from cairn.frontend.service import Service
 from cairn.served_models.loaded_models import Models
 from cairn.served_models.served_model import ServedModel
-from cairn.types.errors import InvalidRequest, UnknownModel
+from cairn.types.errors import Conflict, InvalidRequest, Unavailable, UnknownModel
 from cairn.types.request import MAX_APPLIED
 
 AGENTS = "/v1/agents"
@@ -35,6 +35,8 @@ OLLAMA = "/api/"
 """The prefix of Ollama's routes. Its model names ignore case."""
 WITH_LORA = ("/v1/chat/completions", "/v1/completions", "/completion", "/infill")
 """Routes whose bodies have the field `lora`, beside agents' turns."""
+URL_RETRY = 2.0
+"""Seconds after which a client may ask again about a model that is being loaded or unloaded."""
 DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
 """A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
 PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
@@ -90,11 +92,16 @@ class ModelRouter:
     async def chosen(self, call: HTTPCall, how: str) -> AsyncIterator[Service]:
         """Yield the service of the call's model, which is loaded first if it is not.
 
-        `how` is the `model` of its route. Raises UnknownModel for a name that no model has, Unavailable if the model
-        cannot be loaded in time.
+        `how` is the `model` of its route; with "url" nothing is loaded. Raises UnknownModel for a name that no model
+        has, Unavailable if the model cannot be loaded in time, and Conflict if it is not loaded for "url".
         """
         if not how:
             service = self._about(call) or self._models.services.first
+            call.identity, call.model = service.spec.identity, service.name
+            yield service
+            return
+        if how == "url":
+            service = self._named_by_url(call)
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
@@ -118,9 +125,6 @@ class ModelRouter:
 
     async def _choose(self, call: HTTPCall, how: str) -> ModelChoice:
         """Choose among several models, or a model's adapters."""
-        if how == "url":
-            name = _asked(call)
-            return ModelChoice(self._models.find(name), name)
         named = await self._named(call)
         if how == "agent":
             return self._of_agent(call, call.path_part(AGENTS), named)
@@ -133,6 +137,26 @@ class ModelRouter:
         model = self._models.find(name, how)
         keep = seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
         return ModelChoice(model, name, keep, named.lora if call.path in WITH_LORA else None)
+
+    def _named_by_url(self, call: HTTPCall) -> Service:
+        """Return the service of the model that the URL names, which must be loaded.
+
+        Any web page can send a GET, and so must not load or unload a model, nor keep it from being unloaded: the call
+        holds no lease. Raises UnknownModel, Conflict if it is not loaded, Unavailable while it is being loaded or
+        unloaded.
+        """
+        name = _asked(call)
+        model = self._models.find(name)
+        loaded = model.loaded
+        if loaded is not None and not loaded.closing:
+            return _with_adapters(model, loaded.service, ModelChoice(model, name))
+        if model.state in ("loading", "unloading"):
+            raise Unavailable(f"{model.name} is {model.state}; ask again shortly", retry_after=URL_RETRY)
+        raise Conflict(
+            f"{model.name} is not loaded, and {call.path} loads no model: a chat with it does, or POST "
+            "/v1/admin/models/load",
+            field="model",
+        )
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ModelChoice:
         """Return the model that a turn names, else the one that answered the agent's last turn."""

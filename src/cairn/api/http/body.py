@@ -6,7 +6,6 @@ Numbers are only typed here. `frontend/request_options.py` checks their ranges, 
 from __future__ import annotations
 
 import codecs
-import itertools
 import json
 import math
 import re
@@ -17,8 +16,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from cairn.api.http.call import GZIP, HTTPCall, shown
 from cairn.config.config import Config
+from cairn.text.output.json_scan import MAX_SCALAR
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
+
+INLINE_BYTES = 1 << 18
+"""Largest body that is parsed on the event loop, in milliseconds; others take a thread, one of each tenant."""
 
 
 async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
@@ -28,13 +31,13 @@ async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
         check_origin(call)
         return {}
     _check_headers(call)
-    return _parsed(call, body, config)
+    return await _parsed(call, body, config)
 
 
 async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
     """Return the body, which must be a JSON object with a JSON content type."""
     _check_headers(call)
-    return _parsed(call, await call.body(), config)
+    return await _parsed(call, await call.body(), config)
 
 
 async def read_list(call: HTTPCall, config: Config, name: str) -> dict[str, Any]:
@@ -42,7 +45,7 @@ async def read_list(call: HTTPCall, config: Config, name: str) -> dict[str, Any]
     _check_headers(call)
     body = (await call.body()).removeprefix(codecs.BOM_UTF8).strip()
     listed = body.startswith(b"[")
-    return _parsed(call, b'{"' + name.encode() + b'":' + body + b"}" if listed else body, config)
+    return await _parsed(call, b'{"' + name.encode() + b'":' + body + b"}" if listed else body, config)
 
 
 async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
@@ -53,7 +56,7 @@ async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
     if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
         check_origin(call)
     _check_coding(call)
-    return _parsed(call, await call.body(), config)
+    return await _parsed(call, await call.body(), config)
 
 
 def check_origin(call: HTTPCall) -> None:
@@ -71,8 +74,11 @@ def check_origin(call: HTTPCall) -> None:
         )
 
 
-def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]:
-    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values, warn=call.warn)
+async def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]:
+    def parsed() -> dict[str, Any]:
+        return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values, warn=call.warn)
+
+    return parsed() if len(body) <= INLINE_BYTES else await call.long.run(call.share, parsed)
 
 
 def _check_headers(call: HTTPCall) -> None:
@@ -99,7 +105,7 @@ def parse_json(
     Raises InvalidRequest for anything but an object; for invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
     given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
     members, or more than an eighth as many objects, which would take 20 times the body's memory and block the event
-    loop; a number beyond a 64-bit float or of thousands of digits.
+    loop; a number beyond a 64-bit float, or a whole number of more than `MOST_DIGITS` digits.
 
     Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` gets a sentence: clients that cut
     texts at a number of UTF-16 units send it with every later turn.
@@ -108,22 +114,26 @@ def parse_json(
     if has_more([body], max_values):
         raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
     most = max(LEAST_OBJECTS, max_values // VALUES_AN_OBJECT)
-    if body.count(b"{") > most and _objects(body, most) > most:
+    if body.count(b"{") > most and _count(_BRACES, body, most) > most:
         raise InvalidRequest(f"the request body holds more than {most} JSON objects, the limit")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the request body is not valid UTF-8 at byte {error.start}") from None
     try:
-        value = _decoder(text)
+        value = (_careful_decoder if _has_long_number(body) else _decoder)(text)
     except _Twice as error:
         raise InvalidRequest(f"the request body gives the key {_short(error.key)} twice in one object") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise _too_deep(max_depth) from None
-    except ValueError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
+    except _LongNumber:
+        raise InvalidRequest(
+            f"the request body holds a whole number of more than {MOST_DIGITS} digits, the limit; send it as a text"
+        ) from None
+    except _Constant as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
     if _mend(value, max_depth):
@@ -131,20 +141,35 @@ def parse_json(
     return value
 
 
-_MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:([\[{,])|\Z)', re.DOTALL)
-"""The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
+def _up_to(marks: str, count: int) -> re.Pattern[bytes]:
+    """Return the pattern of the next `count` marks outside of texts and what is before them.
+
+    It never backtracks, so a scan takes linear time, and counts without making an object for each mark.
+    """
+    text = r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
+    return re.compile(rf'(?:[^"{marks}]*+(?:{text}[^"{marks}]*+)*+[{marks}]){{{count}}}+'.encode(), re.DOTALL)
+
+
+_BLOCK = 1_024
+"""Marks counted at once."""
+_VALUES = _up_to(r"\[{,", _BLOCK), _up_to(r"\[{,", 1)
+"""Patterns of commas and opening brackets, of which a body has at least as many as it has members and containers."""
+_BRACES = _up_to("{", _BLOCK), _up_to("{", 1)
+
+
+def _count(patterns: tuple[re.Pattern[bytes], re.Pattern[bytes]], body: bytes, most: int) -> int:
+    """Count marks outside of texts; return a number above `most` as soon as it is exceeded."""
+    found, at = 0, 0
+    for pattern, size in zip(patterns, (_BLOCK, 1), strict=True):
+        while found <= most and (next := pattern.match(body, at)) is not None:
+            found, at = found + size, next.end()
+    return found
 
 
 LEAST_OBJECTS = 1_024
 """Objects that any body may hold."""
 VALUES_AN_OBJECT = 8
 """JSON values for each object that a body may hold: objects take far longer to make."""
-
-
-def _objects(body: bytes, most: int) -> int:
-    """Count opening braces outside of texts, up to one more than `most`."""
-    found = (mark for mark in _MARK.finditer(body) if mark[1] == b"{")
-    return sum(1 for _ in itertools.islice(found, most + 1))
 
 
 def has_more(bodies: Sequence[bytes], limit: int) -> bool:
@@ -155,8 +180,32 @@ def has_more(bodies: Sequence[bytes], limit: int) -> bool:
     """
     if sum(body.count(mark) for body in bodies for mark in (b",", b"[", b"{")) <= limit:
         return False
-    marks = (found for body in bodies for found in _MARK.finditer(body) if found[1] is not None)
-    return next(itertools.islice(marks, limit, None), None) is not None
+    left = limit
+    for body in bodies:
+        left -= _count(_VALUES, body, left)
+        if left < 0:
+            return True
+    return False
+
+
+MOST_DIGITS = MAX_SCALAR
+"""Most digits of a whole number, as in calls that a model writes: Python converts them in quadratic time."""
+_STRIDE = MOST_DIGITS // 2
+
+
+def _has_long_number(body: bytes) -> bool:
+    """Return whether more than `MOST_DIGITS` digits stand in a row: then one of these slices has nothing else."""
+    return any(body[at : at + _STRIDE].isdigit() for at in range(0, len(body), _STRIDE))
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits.removeprefix("-")) > MOST_DIGITS:
+        raise _LongNumber
+    return int(digits)
+
+
+class _LongNumber(Exception):
+    """A whole number of more than `MOST_DIGITS` digits."""
 
 
 class _Twice(Exception):
@@ -184,6 +233,10 @@ def _constant(name: str) -> None:
 
 
 _decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
+_careful_decoder: Callable[[str], Any] = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_constant, parse_int=_short_integer
+).decode
+"""The same for bodies with a long row of digits; it calls Python for each whole number."""
 
 
 def _mend(value: Any, max_depth: int) -> bool:
@@ -238,10 +291,6 @@ def _is_whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _reason(error: ValueError) -> str:
-    return str(error) if isinstance(error, _Constant) else "a number has too many digits"
 
 
 def _too_deep(limit: int) -> InvalidRequest:

@@ -14,13 +14,14 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import (
     CairnError,
     ContextTooLong,
@@ -42,12 +43,19 @@ class BodyBudget:
 
     def __init__(self, total: int, share: int) -> None:
         self._total, self.share = total, share
+        self.long = LongTexts()
+        """Threads that parse large bodies."""
         self._held: Counter[str] = Counter()
 
     @property
     def held(self) -> int:
         """Bytes in hand now."""
         return self._held.total()
+
+    @property
+    def holders(self) -> Mapping[str, int]:
+        """The tenants with a count, which is their bytes in hand."""
+        return self._held
 
     def take(self, tenant: str, size: int) -> None:
         """Count `size` bytes more. Raises Overloaded beyond the tenant's share, Unavailable beyond the total."""
@@ -116,6 +124,8 @@ SAFE: Headers = [
 """Headers of every answer that brings none of its own: whatever text a client stored, no browser runs it."""
 AUTHORITY = "cairn.authority"
 """Key in the scope of a call whose request line names a host, with that host as written."""
+BEFORE_ANSWER = "cairn.before_answer"
+"""Key in the scope of a call whose connection has to know that an answer begins: a function to await before it."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """Names that a client may give a request: visible characters without a slash, since the name stands in a path."""
 _encode = msgspec.json.Encoder().encode
@@ -315,6 +325,11 @@ class HTTPCall:
         return body
 
     @property
+    def long(self) -> LongTexts:
+        """The threads that parse large bodies."""
+        return self._budget.long
+
+    @property
     def coding(self) -> bytes:
         """The compression of the body, as the request names it."""
         return (self.header(b"content-encoding") or b"identity").strip().lower()
@@ -324,7 +339,7 @@ class HTTPCall:
             found = _unpack(body, self._limit)
         else:
             found = await asyncio.to_thread(_unpack, body, self._limit)
-        self._budget.take(self.share, len(found))
+        self._budget.take(self.payer, len(found))
         self._held += len(found)
         return found
 
@@ -387,6 +402,8 @@ class HTTPCall:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers of an answer whose body follows by `write`."""
+        if (prepare := self.scope.get(BEFORE_ANSWER)) is not None:
+            await prepare()
         self.started = True
         self.status = status
         id = self.id.encode()

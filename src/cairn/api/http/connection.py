@@ -26,7 +26,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from cairn.api.http.call import AUTHORITY, too_large, too_slow
+from cairn.api.http.call import AUTHORITY, BEFORE_ANSWER, too_large, too_slow
 from cairn.api.http.sse import HEARTBEAT
 from cairn.api.http.transport import WRITE_BUFFER, OutputTransport, refusal
 from cairn.config.config import Config
@@ -34,6 +34,10 @@ from cairn.rag.definition import MAX_BYTES
 from cairn.system.interfaces import Rng
 from cairn.types.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
 
+EARLY_BYTES = 1 << 16
+"""Largest announced body whose end is awaited before an answer that did not need it."""
+EARLY_SECONDS = 1.0
+"""How long it is awaited, so that the connection can serve the client's next request."""
 LINGER_SECONDS = 2.0
 """How long a refused client is still listened to, so that it can read the refusal before the reset."""
 
@@ -144,6 +148,10 @@ class Guard(HttpToolsProtocol):
         self._times = Times(context.config, self.loop.time())
         self._head_bytes = 0
         self._body_bytes = 0
+        self._announced = 0
+        """Bytes of the body by its Content-Length; 0 without one."""
+        self._whole: asyncio.Future[None] | None = None
+        """Done once the body has arrived or never will, if an answer waits for that."""
         self._moved = False
         self._deaf = False
 
@@ -164,6 +172,7 @@ class Guard(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the connection is gone."""
         self.phase = Phase.CLOSED
+        self._wake_early()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -317,10 +326,31 @@ class Guard(HttpToolsProtocol):
             return
         if self.parser.should_upgrade():
             return
+        self._announced = announced
+        self.scope[BEFORE_ANSWER] = self._before_answer  # type: ignore[literal-required]
         super().on_headers_complete()
         self.phase = Phase.BODY
         self._times.since = self._times.heard
         self._head_bytes = self._body_bytes = 0
+
+    async def _before_answer(self) -> None:
+        """Prepare for an answer that begins before the body has arrived, such as a 401.
+
+        After a small body that is on its way the connection serves further requests. Otherwise it closes, which the
+        answer has to announce: a client that did not know would send its next request into a closed connection.
+        """
+        if self.phase is not Phase.BODY:
+            return
+        if self._announced <= EARLY_BYTES and self._announced and not self.cycle.waiting_for_100_continue:
+            self._whole = self.loop.create_future()
+            await asyncio.wait({self._whole}, timeout=EARLY_SECONDS)
+            self._whole = None
+        if self.phase is Phase.BODY:
+            self.cycle.keep_alive = False
+
+    def _wake_early(self) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_result(None)
 
     def _take_target(self) -> bool:
         """Return whether the target is a path or a URL.
@@ -361,6 +391,7 @@ class Guard(HttpToolsProtocol):
             return
         if self.phase is Phase.BODY:
             self.phase = Phase.ANSWER
+            self._wake_early()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -417,6 +448,7 @@ class Guard(HttpToolsProtocol):
         """
         self._deaf = True
         self.phase = Phase.LINGER
+        self._wake_early()
         self._times.since = self.loop.time()
         raw = self.output.raw
         if raw.is_closing():

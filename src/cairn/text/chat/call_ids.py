@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -41,12 +42,11 @@ class _Pending:
         self._make = make
         self._by_id: dict[str, str] = {}
         """Client's id -> template's id, of the newest call with that id."""
-        self._open: list[tuple[str, str, str]] = []
-        """(name, client's id, template's id) of the calls without a result."""
+        self._open = _UnansweredCalls()
 
     def renamed(self, message: dict[str, Any]) -> dict[str, Any]:
         if calls := message.get("tool_calls"):
-            self._open = []
+            self._open = _UnansweredCalls()
             return {**message, "tool_calls": [self._call(call) for call in calls]}
         if message["role"] == "tool":
             return {**message, "tool_call_id": self._result(message)}
@@ -57,7 +57,7 @@ class _Pending:
         made = self._make(name, given)
         if given:
             self._by_id[given] = made
-        self._open.append((name, given, made))
+        self._open.add(name, given, made)
         return {**call, "id": made}
 
     def _result(self, message: dict[str, Any]) -> str:
@@ -68,10 +68,8 @@ class _Pending:
         """
         given, name = message.get("tool_call_id"), message.get("name")
         given = given if isinstance(given, str) else ""
-        for called, id, made in self._open:
-            if id == given if given else name in (None, called):
-                self._open.remove((called, id, made))
-                return made
+        if (opened := self._open.take(given, name)) is not None:
+            return opened
         made_id = self._by_id.get(given) if given else None
         if made_id is None:
             made_id = self._make(name if isinstance(name, str) and name else "unknown", given)
@@ -79,11 +77,45 @@ class _Pending:
         return made_id
 
 
+class _UnansweredCalls:
+    """The calls of one message that have no result yet, in their order. Each look-up takes constant time."""
+
+    def __init__(self) -> None:
+        self._made: list[str] = []
+        """The template's ids of all calls of the message."""
+        self._taken: set[int] = set()
+        """Indices of the calls that have a result."""
+        self._lines: dict[tuple[str, str], deque[int]] = {}
+        """("id" or "name", its value) -> indices of such calls; ("any", "") -> all indices."""
+
+    def add(self, name: str, given: str, made: str) -> None:
+        """Append a call: its tool, the client's id and the template's id."""
+        for key in (("id", given), ("name", name), ("any", "")):
+            self._lines.setdefault(key, deque()).append(len(self._made))
+        self._made.append(made)
+
+    def take(self, given: str, name: Any) -> str | None:
+        """Remove the first call with that client's id and return the template's id; None if there is none.
+
+        Without an id it is the first call of the tool `name`, and without a name the first of all.
+        """
+        key = ("id", given) if given else ("any", "") if name is None else ("name", name)
+        line = self._lines.get(key) if isinstance(key[1], str) else None
+        while line:
+            index = line.popleft()
+            if index not in self._taken:
+                self._taken.add(index)
+                return self._made[index]
+        return None
+
+
 class _NineIds:
     """Maker of unique ids of nine letters and digits."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
+        self._times: dict[str, int] = {}
+        """Client's id -> number of hashes of it that are used: no hash is computed twice, however often it comes."""
 
     def make(self, name: str, given: str) -> str:
         own = written_id(given)
@@ -93,10 +125,10 @@ class _NineIds:
             return own
         end = _HEX_END.fullmatch(given)
         made_id = end[1] if end else given
-        times = 0
         while not _NINE.fullmatch(made_id) or made_id in self._used:
+            times = self._times.get(given, 0)
             made_id = _hashed(f"{given} {times}")
-            times += 1
+            self._times[given] = times + 1
         self._used.add(made_id)
         return made_id
 

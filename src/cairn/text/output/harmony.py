@@ -105,6 +105,11 @@ class HarmonySplitter:
         """Whether the text being read may be a call or content."""
         return self._name is not None or (self._at is _HarmonyAt.HEADER and bool(self._held))
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether the text being read may turn out to be content: a call that has certainly begun is none."""
+        return self._name is None or not self._streamed
+
     def push(self, text: str) -> list[Piece]:
         """Add text and return the pieces that are certain now."""
         pieces: list[Piece] = []

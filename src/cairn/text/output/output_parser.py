@@ -146,6 +146,17 @@ class Splitter:
         """Whether the text being read may be a call or content."""
         return self._call is not None or self._bare is not None or self._thinking is not None
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether the text being read may turn out to be content, where stop strings apply.
+
+        A call that has certainly begun is none, nor is reasoning that was not closed.
+        """
+        if self._thinking is not None:
+            return self._thinking.may_close
+        reader = self._bare if self._call is None else self._call
+        return reader is None or reader.begun is None
+
     def push(self, text: str) -> list[Piece]:
         """Add text and return the pieces that are certain now."""
         pieces: list[Piece] = []

@@ -254,8 +254,8 @@ class TextStream:
         self._recent += text
         spelt = self._stops is not None and self._stops.spelt_in(self._recent)
         self._recent = self._recent[-self._reach :]
-        if not spelt and self._splitter is not None and self._splitter.may_call:
-            return []  # no stop string is complete, so the held text, which may be long, need not be copied
+        if self._splitter is not None and self._splitter.may_call and not (spelt and self._splitter.may_stop):
+            return []  # no stop string is complete or none applies, so the held text, which may be long, is not copied
         before = self._stops, self._splitter
         self._stops = copy.deepcopy(self._stops)
         split: list[Piece] = []

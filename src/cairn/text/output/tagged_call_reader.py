@@ -15,9 +15,11 @@ from cairn.text.output.tool_parser import (
     OPEN,
     XML_CLOSE,
     XML_KEY,
+    XML_LONGEST,
     XML_NAME,
     XML_TAGS,
     ParsedCall,
+    behind_blanks,
     call_of,
     calls_in_xml,
     known_names,
@@ -41,6 +43,8 @@ class XmlProgress:
         """All text so far."""
         self.place = 0
         """Number of characters from which the streamed part was read."""
+        self._blank_end = 0
+        """End of the white space already skipped before the next tag."""
         self._keys: set[str] = set()
         self._key = ""
         self._values: ValueScanner | None = None
@@ -57,16 +61,20 @@ class XmlProgress:
 
     def _tag(self, *, mends: bool) -> bool:
         """Read the name, the next argument's name, or the end; return whether to go on."""
+        at = self._blank_end = behind_blanks(self.text, max(self.place, self._blank_end))
         if self.place == 0:
-            found = XML_NAME.match(self.text)
+            found = XML_NAME.match(self.text, at)
             if found is not None:
                 self._name, self.place = found[1].strip(), found.end()
                 self._over = self._name not in self._tools
+            else:
+                self._over = len(self.text) - at >= XML_LONGEST
             return found is not None
-        if (key := XML_KEY.match(self.text, self.place)) is None:
-            self._over = XML_CLOSE.match(self.text, self.place) is not None
-            if self._over and self._arguments is not None:
+        if (key := XML_KEY.match(self.text, at)) is None:
+            closed = self.text.startswith(XML_CLOSE, at)
+            if closed and self._arguments is not None:
                 self._arguments.end()
+            self._over = closed or len(self.text) - at >= XML_LONGEST  # of other tags there is none as long
             return False
         self._key = key[1].strip()
         self._over = self._key in self._keys

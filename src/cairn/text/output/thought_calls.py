@@ -56,6 +56,10 @@ class ThoughtCallReader:
         """Whether the reasoning has ended after the calls."""
         self.failed = False
         """Whether this is reasoning: `opening`, and then `again`, which must be read again."""
+        self.may_close = False
+        """Whether the text after the mark holds the end of the reasoning, wherever it stands."""
+        self._last = ""
+        """The last characters, as many as may begin the end of the reasoning."""
 
     @property
     def opening(self) -> str:
@@ -70,6 +74,9 @@ class ThoughtCallReader:
     def feed(self, text: str, start: int) -> None:
         """Read text[start:]."""
         self._kept.append(text[start:])
+        near = self._last + text[start:]
+        self.may_close = self.may_close or self._close in near
+        self._last = near[max(0, len(near) - len(self._close)) :]
         self._read(text[start:])
 
     def finish(self, *, by_model: bool) -> list[ParsedCall]:

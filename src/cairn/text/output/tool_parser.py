@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from cairn.text.output.argument_fit import names_in, shape_of
 from cairn.text.output.begun_calls import OWN_ID
 from cairn.text.output.json_scan import JsonScanner
-from cairn.text.output.tagged_values import ValueScanner, ValueTags
+from cairn.text.output.tagged_values import MAX_NAME, ValueScanner, ValueTags
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool
@@ -51,9 +51,12 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 FUNCTION = "<function="
 
-XML_NAME = re.compile(r"\s*<function=([^<>\n]+)>")
-XML_KEY = re.compile(r"\s*<parameter=([^<>\n]+)>")
-XML_CLOSE = re.compile(r"\s*</function>\s*")
+BLANK = re.compile(r"\s*+")
+XML_NAME = re.compile(rf"<function=([^<>\n]{{1,{MAX_NAME}}}+)>")
+XML_KEY = re.compile(rf"<parameter=([^<>\n]{{1,{MAX_NAME}}}+)>")
+XML_CLOSE = "</function>"
+XML_LONGEST = len("<parameter=>") + MAX_NAME
+"""Characters of the longest tag before a value."""
 XML_TAGS = ValueTags("</parameter>", ("<parameter=", ">"), "</function>", "", (FUNCTION,))
 
 _JSON_COMMA = re.compile(r"\s*+(,)?\s*+")
@@ -187,13 +190,13 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = Tru
     """
     tools = {tool.name: tool for tool in offered}
     calls: list[ParsedCall] = []
-    at = 0
+    at = behind_blanks(text, 0)
     while found := XML_NAME.match(text, at):
         name, at = found[1].strip(), found.end()
         tool = tools.get(name, OfferedTool(name))
         known = known_names(tool)
         arguments: dict[str, str] = {}
-        while key := XML_KEY.match(text, at):
+        while key := XML_KEY.match(text, at := behind_blanks(text, at)):
             argument = key[1].strip()
             scanner = ValueScanner(XML_TAGS, key.end(), argument, known, arguments, mends=mends)
             end = scanner.find(text, whole=True)
@@ -203,12 +206,17 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = Tru
             if "</parameter>" in value and "<parameter=" in value:
                 return None
             arguments[argument] = xml_value(value, is_text=argument not in tool.values)
-        close = XML_CLOSE.match(text, at)
-        if close is None or not name:
+        if not text.startswith(XML_CLOSE, at) or not name:
             return None
-        at = close.end()
+        at = behind_blanks(text, at + len(XML_CLOSE))
         calls.append(ParsedCall(name, joined(arguments)))
     return calls if calls and at == len(text) else None
+
+
+def behind_blanks(text: str, at: int) -> int:
+    """Return the index after the white space at text[at]."""
+    found = BLANK.match(text, at)
+    return found.end() if found else at
 
 
 def known_names(tool: OfferedTool) -> frozenset[str]:

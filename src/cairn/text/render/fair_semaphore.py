@@ -100,17 +100,21 @@ class FairSemaphore:
     @contextlib.asynccontextmanager
     async def slot(self, share: str) -> AsyncIterator[None]:
         """Hold a slot while entered. Raise DeadlineExceeded if none frees up before the call's deadline."""
+        await self.take_in_time(share)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.give(share, time.monotonic() - began)
+
+    async def take_in_time(self, share: str) -> None:
+        """Wait for a slot. Raise DeadlineExceeded if none frees up before the call's deadline."""
         deadline = DEADLINE.get()
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await self.take(share)
         except TimeoutError:
             raise DeadlineExceeded(f"the request reached its time limit while it waited for {self._what}") from None
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.give(share, time.monotonic() - began)
 
     def _grant(self, share: str) -> None:
         self._free -= 1
@@ -122,17 +126,18 @@ class FairSemaphore:
 
 
 class LongTexts:
-    """Threads that parse, count and encode long texts, `AT_ONCE` at a time."""
+    """Threads that parse, count and encode long texts, `AT_ONCE` at a time, one of each tenant."""
 
     def __init__(self) -> None:
-        self._slots = FairSemaphore(AT_ONCE)
+        self._slots = FairSemaphore(AT_ONCE, each=1, what="the threads that read long texts")
 
     async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Run `work(*args, **more)` in a thread when the tenant gets a slot.
 
-        The slot is released when the work ends, even if the caller is cancelled earlier.
+        Raise DeadlineExceeded if it gets none before the call's deadline. The slot is released when the work ends, even
+        if the caller is cancelled earlier: a thread cannot be stopped.
         """
-        await self._slots.take(share)
+        await self._slots.take_in_time(share)
         done = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
         done.add_done_callback(lambda _: self._slots.give(share, 0.0))
         return await asyncio.shield(done)

@@ -9,6 +9,7 @@ by an alias that nobody can type, so control tokens in a text are ordinary text;
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -387,12 +388,32 @@ def _cannot_encode(why: str) -> InvalidRequest:
 
 
 def valid_text(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
+    """Join pairs of surrogates, and replace lone ones, which UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # Not by way of UTF-16: its codecs raise and catch an error for each surrogate. Other threads, such as the event
+        # loop's, run between pieces.
+        pieces, at = [], 0
+        while at < len(text):
+            end = at + MENDED_AT_ONCE
+            end -= _PAIR.match(text, end - 1) is not None  # a piece ends before a pair
+            pieces.append(_SURROGATE.sub("\ufffd", _PAIR.sub(_joined, text[at:end])))
+            at = end
+        return "".join(pieces)
     return text
+
+
+MENDED_AT_ONCE = 1 << 16
+"""Characters of a piece in which surrogates are replaced."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PAIR = re.compile("([\ud800-\udbff])([\udc00-\udfff])")
+
+
+def _joined(pair: re.Match[str]) -> str:
+    return chr(0x10000 + ((ord(pair[1]) - 0xD800) << 10) + ord(pair[2]) - 0xDC00)
 
 
 def _checked_file(text: bytes, path: Path) -> _File:
