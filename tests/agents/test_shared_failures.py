@@ -471,7 +471,7 @@ async def test_a_deletion_that_failed_in_the_middle_is_completed_by_the_next_rea
             house.agents.journals.find("team", "default", "t")
     left = [name for name in servers.blobs.objects if not name.startswith("beats/")]
     assert sorted(name.split("/")[0] for name in left) == ["agents", "agents", "teams", "teams"]
-    assert await one.agents.journals.ids("team", "default") == []
+    assert await one.agents.journals.created("team", "default") == {}
 
 
 def replays_of(house: House) -> str:

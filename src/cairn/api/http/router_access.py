@@ -5,7 +5,7 @@ from __future__ import annotations
 from cairn.api.http.auth import Access, preflight
 from cairn.api.http.body import check_origin
 from cairn.api.http.call import AUTHORITY, BodyBudget, HTTPCall, shown
-from cairn.cluster.router.calls import PLAIN, Admission, Message, Receive, Send
+from cairn.cluster.router.calls import PLAIN, Message, Receive, RequestAccess, Send
 from cairn.config.config import Config
 from cairn.types.errors import Forbidden
 
@@ -22,7 +22,7 @@ class RouterAccess:
         self._admitted: set[tuple[bytes | None, object]] = set()
         """Host headers that passed, with the address that they came to: to read one again takes longer."""
 
-    def __call__(self, scope: Message, receive: Receive, send: Send) -> Admission:
+    def __call__(self, scope: Message, receive: Receive, send: Send) -> RequestAccess:
         """Return what a call may do. Raise InvalidRequest or Forbidden for a Host that is not the router's."""
         host, web = None, self._cors
         for name, value in scope["headers"]:
@@ -39,17 +39,17 @@ class RouterAccess:
                 self._admitted.add(known)
         return PLAIN
 
-    def _page(self, scope: Message, receive: Receive, send: Send) -> Admission:
+    def _page(self, scope: Message, receive: Receive, send: Send) -> RequestAccess:
         """Return what a web page may do, if it is one."""
         call = HTTPCall(scope, receive, send, 0, _NO_BODIES)
         self._access.cors(call)
         if self._access.is_preflight(call):
-            return Admission(preflight=[*preflight(call), *call.headers])
+            return RequestAccess(preflight=[*preflight(call), *call.headers])
         self._access.check_host(scope)
         try:
             check_origin(call)
         except Forbidden:
             origin = shown((call.header(b"origin") or b"").decode("latin-1"))
             why = f"pages of {origin} may not change this router's servers; allow them with --cors-origins"
-            return Admission(call.headers, foreign=why)
-        return Admission(call.headers, vouched=True)
+            return RequestAccess(call.headers, foreign=why)
+        return RequestAccess(call.headers, vouched=True)

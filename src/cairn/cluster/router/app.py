@@ -18,11 +18,11 @@ import msgspec
 
 from cairn.cluster.router.calls import (
     PLAIN,
-    Admission,
     Admit,
     ClientLeft,
     Message,
     Receive,
+    RequestAccess,
     Send,
     fail,
     read_body,
@@ -118,7 +118,7 @@ class RouterApp:
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
-    async def _own(self, scope: Message, path: str, send: Send, admission: Admission) -> None:
+    async def _own(self, scope: Message, path: str, send: Send, admission: RequestAccess) -> None:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
             await respond(send, 200 if ready else 503, msgspec.json.encode(self._health(ready)))

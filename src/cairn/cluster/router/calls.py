@@ -15,7 +15,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Admission(NamedTuple):
+class RequestAccess(NamedTuple):
     """What the Host and Origin headers of a call allow, whatever its key."""
 
     headers: Sequence[tuple[bytes, bytes]] = ()
@@ -28,9 +28,9 @@ class Admission(NamedTuple):
     """The headers that answer a CORS preflight; None for any other call."""
 
 
-PLAIN = Admission()
+PLAIN = RequestAccess()
 """The admission of a client that is no web page."""
-Admit = Callable[[Message, Receive, Send], Admission]
+Admit = Callable[[Message, Receive, Send], RequestAccess]
 """Returns what a call may do; raises CairnError for one whose Host is not the router's."""
 
 
