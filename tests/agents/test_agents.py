@@ -582,3 +582,15 @@ async def test_a_turn_uses_the_fairness_key_of_its_caller(folder: Path) -> None:
         again = await at.agents.resume("default", "ada", request=at.service.next_id(), share="10.0.0.8")
         assert again.request.share == "10.0.0.8"
         await again.close()
+
+
+async def test_room_is_made_by_the_agent_that_was_used_least_recently(folder: Path) -> None:
+    async with house(folder) as at:
+        for id in ("resp_a", "resp_b", "other", "resp_c"):
+            await at.agents.create("default", id=id)
+            at.clock.ahead += 60
+        await at.say("resp_a", "hi")
+        assert await at.agents.make_room("default", "resp_")
+        assert sorted(one.id for one in at.agents.page("default", limit=10).agents) == ["other", "resp_a", "resp_c"]
+        assert await at.agents.make_room("default", "resp_") and await at.agents.make_room("default", "resp_")
+        assert not await at.agents.make_room("default", "resp_")

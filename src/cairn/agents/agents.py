@@ -419,12 +419,15 @@ class Agents:
         return (await self._agents.fork(agent, at, new_id, metadata)).info()
 
     async def make_room(self, tenant: str, prefix: str) -> bool:
-        """Delete the oldest idle agent of a tenant whose id begins with `prefix`; return whether there was one."""
-        for agent in reversed(list(self._agents.registry.of(tenant))):
-            if agent.id.startswith(prefix) and not agent.busy:
-                await self._agents.remove(agent)
-                return True
-        return False
+        """Delete the idle agent of a tenant that was used least recently, of those whose id begins with `prefix`.
+
+        Return whether there was one.
+        """
+        idle = [one for one in self._agents.registry.of(tenant) if one.id.startswith(prefix) and not one.busy]
+        if not idle:
+            return False
+        await self._agents.remove(min(idle, key=lambda one: (one.used, one.record.created)))
+        return True
 
     def export(self, tenant: str, id: str, *, kv_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         """Return the agent as one file, in pieces, as `portable.export` does.
