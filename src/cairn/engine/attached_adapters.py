@@ -13,7 +13,7 @@ from typing import Any
 from cairn.kernels.base import Kernels, LowRank, LowRankUp
 from cairn.kernels.program import Program
 from cairn.models.adapters.adapter import AdapterWeights
-from cairn.models.adapters.read import read_adapter
+from cairn.models.adapters.read_adapter import read_adapter
 from cairn.models.forward import decoder
 from cairn.models.forward.buffers import Buffers
 from cairn.models.safetensors.weights import expected_tensors

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cairn.models.adapters.merge import merge
-from cairn.models.adapters.read import read_adapter
+from cairn.models.adapters.read_adapter import read_adapter
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError

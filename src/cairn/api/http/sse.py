@@ -1,6 +1,6 @@
 """Server-sent events (html.spec.whatwg.org, 9.2): their framing, headers, heartbeats, and the ends of streams.
 
-The chunks of OpenAI's streams, of which there are thousands a second, are framed by hand in `chat/wire.py`.
+The chunks of OpenAI's streams, thousands a second, are framed by hand in `api/chat/openai_chunks.py`.
 """
 
 from __future__ import annotations

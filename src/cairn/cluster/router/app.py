@@ -31,8 +31,8 @@ from cairn.cluster.router.calls import (
     with_headers,
 )
 from cairn.cluster.router.counts import Counts
+from cairn.cluster.router.delivered import EVENT_END
 from cairn.cluster.router.failover import AnsweredRequests, RoutedCall, RouterState
-from cairn.cluster.router.follow import EVENT_END
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.losses import RequestLosses
 from cairn.cluster.router.prefill import PrefillGate

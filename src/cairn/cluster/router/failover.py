@@ -30,7 +30,7 @@ from cairn.cluster.router.calls import (
     until_gone,
 )
 from cairn.cluster.router.counts import Counts
-from cairn.cluster.router.follow import EVENT_END, AnswersDiffer, Delivered, split
+from cairn.cluster.router.delivered import EVENT_END, AnswersDiffer, Delivered, split
 from cairn.cluster.router.losses import MOST_LOST, RequestLosses, request_digest
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import Choice, Destination, Replica, Replicas

@@ -9,7 +9,7 @@ import re
 import msgspec
 
 from cairn.cluster.kv_events import EVENT, TEXTS_EVENT, AllBlocksCleared, KVEventBatch, TextBlocks
-from cairn.cluster.router.follow import EVENT_END
+from cairn.cluster.router.delivered import EVENT_END
 from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, request_bytes
 from cairn.types.errors import trace

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models.adapters.adapter import AdapterWeights, LowRankWeight
-from cairn.models.adapters.read import read_adapter
+from cairn.models.adapters.read_adapter import read_adapter
 from cairn.models.families.families import AHEAD, FAMILIES
 from cairn.models.families.tensor_names import own_tensors
 from cairn.models.files import INDEX, is_gguf, read_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.cluster.router.follow import AnswersDiffer, Delivered
+from cairn.cluster.router.delivered import AnswersDiffer, Delivered
 from tests.cluster.router.stubs import Stub, ask, event, head, piece, routed, text_of
 
 DONE = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cairn.models.adapters.read import read_adapter
+from cairn.models.adapters.read_adapter import read_adapter
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
 from tests.adapter_files import pairs, random_peft, write_peft
