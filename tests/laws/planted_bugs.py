@@ -500,11 +500,11 @@ BUGS = (
     Bug("compaction forgets where a record lies now", INDEX, "Index.move", "self._places[record.kind].put(record.key, number, offset)", "pass"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "TokenLog.compact", "self.write((), sync=True)", "pass"),
     Bug("compaction drops a record that cannot be read now", LOG, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
-    Bug("an erasure is not written down before it begins", LOG, "TokenLog.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
+    Bug("an erasure is not written down before it begins", LOG, "TokenLog.begin_erasure", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
     Bug("a start does not finish an erasure", LOG, "TokenLog._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
     Bug("an erasure spares what was superseded", INDEX, "Segment.holds", "keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys)", "keys.isdisjoint(self._keys)"),
     Bug("an erasure spares a segment that cannot be read", LOG, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
-    Bug("an erasure is told before the names are synced", LOG, "TokenLog._finish", "self._folder.sync()", "pass"),
+    Bug("an erasure is told before the names are synced", LOG, "TokenLog._rewrite_next", "self._folder.sync()", "pass"),
     Bug("what is erased is written anew", LOG, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),
@@ -515,10 +515,10 @@ BUGS = (
     Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "AgentRegistry._place_agents", "later[-1] if later else self._turns.get(record.head)", "self._turns.get(record.head)"),
     Bug("a rollback that the disk refuses moves the head", AGENT_SERVICE, "AgentService.move", "agent.head = before", "pass"),
     Bug("numbers of abandoned turns are given out again", TURN_TREE, "Agent.next_number", "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
-    Bug("what a rollback left is collected at once", AGENT_REGISTRY, "AgentRegistry.prune", "turn.at >= before or turn.key in left", "turn.at >= before"),
-    Bug("a branch is collected although a fork has it", AGENT_REGISTRY, "AgentRegistry.prune", "self._drop(gone, agent) if gone else []", "sorted(gone)"),
+    Bug("what a rollback left is collected at once", AGENT_REGISTRY, "AgentRegistry.abandoned", "turn.at >= before or turn.key in left", "turn.at >= before"),
+    Bug("a branch is collected although a fork has it", AGENT_REGISTRY, "AgentRegistry._needed_by_others", "other.keeps(seen)", "pass"),
     Bug("a fork begins where its origin stands", AGENT_SERVICE, "AgentService.fork", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=at.key, under=at.parent_key, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=agent.head.key, under=at.parent_key, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)"),
-    Bug("a fork's history goes with its origin", AGENT_REGISTRY, "AgentRegistry._drop", "keys -= needed", "pass"),
+    Bug("a fork's history goes with its origin", AGENT_REGISTRY, "AgentRegistry._drop", "keys - self._needed_by_others(agent)", "keys"),
     Bug("turns of a deleted agent stay in the log", AGENT_REGISTRY, "AgentRegistry.remove", "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
     Bug("what was sampled in an agent's name outlives it", AGENT_SERVICE, "AgentService.detach", "[*keys, *self._replays.take(agent.key), *others]", "[*keys, *others]"),
     Bug("a turn that the disk refused is listed", AGENT_SERVICE, "AgentService.begin", "self.registry.remove_turn(agent, turn)", "pass"),
@@ -546,7 +546,7 @@ BUGS = (
 
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
-    | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
+    | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE, REBUILD_INDEX), STORAGE)
     | dict.fromkeys((LOG, SEGMENT, INDEX, RECOVERY, RECOVERY, LOG, RECORDS), TOKEN_LOG)
     | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING, STANDING: AGENT_DAY}
