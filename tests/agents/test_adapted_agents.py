@@ -24,7 +24,7 @@ from cairn.frontend.service import Service
 from cairn.served_models.loaded_models import Models
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types import model_variant
-from cairn.types.model_variant import known_variant, recorded_variant, variant
+from cairn.types.model_variant import adapted_identity, known_variant, recorded_variant, variant
 from cairn.types.request import MAX_APPLIED, adapted_salt
 from tests.agents.house import GREEDY, hear
 from tests.service.several import several
@@ -284,3 +284,11 @@ def test_a_record_is_believed_only_if_its_identity_is_that_of_its_adapters() -> 
     identity = made.identity
     del made, turn
     assert known_variant(identity) is None, "nobody holds it any more"
+
+
+def test_a_model_that_claims_an_adapted_identity_does_not_take_its_place() -> None:
+    adapters = ((b"digest", 1.0),)
+    claimed = variant(adapted_identity(b"base", adapters))
+    made = variant(b"base", adapters)
+    assert claimed.identity == made.identity and made.adapters == adapters
+    assert known_variant(made.identity) is made and variant(b"base", adapters) is made

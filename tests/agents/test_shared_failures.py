@@ -19,7 +19,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: nothi
 from cairn.agents.shared_agents import SharedAgents
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.http.call import HTTPCall
-from cairn.cluster.chain import AgentChain, Kind
+from cairn.cluster.chain import AgentChain, Kind, Moved
 from cairn.frontend.request_options import SamplingOptions
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
@@ -534,7 +534,7 @@ async def test_work_whose_journal_could_not_be_removed_is_ended(servers: TwoServ
         dead, working = threading.Event(), threading.Event()
 
         def before(call: str, name: str) -> None:
-            if call in ("create", "read") and name.startswith("teams/") and not working.is_set():
+            if call in ("create", "read", "list") and name.startswith("teams/"):
                 dead.set()
                 working.wait(60)
                 raise OSError("the store failed")
@@ -546,6 +546,7 @@ async def test_work_whose_journal_could_not_be_removed_is_ended(servers: TwoServ
         asyncio.get_running_loop().call_later(0.2, working.set)
     with pytest.raises(Unavailable):
         await removing
+    servers.blobs.before = lambda call, name: None
     heal(servers)
     for _ in range(600):
         await two.refresh("team", "default", "t")
@@ -553,6 +554,77 @@ async def test_work_whose_journal_could_not_be_removed_is_ended(servers: TwoServ
             return
         await asyncio.sleep(0.05)
     raise AssertionError("the chain says that a server works on the journal, although none does")
+
+
+async def test_two_deletions_at_once_are_one(servers: TwoServers) -> None:
+    one, two = servers.one, servers.two
+    await one.agents.create("default", id="ada")
+    await servers.say(one, "first")
+    done = await asyncio.gather(*(one.agents.delete("default", "ada") for _ in range(2)), return_exceptions=True)
+    assert None in done and all(isinstance(one, NotFound) for one in done if one is not None), done
+    await one.agents.create("default", id="bob")
+    await two.agents.refresh("default", "bob")
+    await two.agents.delete("default", "bob")
+    both = one.agents.refresh("default", "bob"), one.agents.delete("default", "bob")
+    done = await asyncio.gather(*both, return_exceptions=True)
+    assert all(one is None or isinstance(one, NotFound) for one in done), done
+
+
+async def test_an_agent_with_an_unreadable_record_can_be_deleted(
+    servers: TwoServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = servers.one
+    await one.agents.create("default", id="ada")
+    await servers.say(one, "first")
+    await one.again(7)
+    bad = min(name for name in servers.blobs.objects if name.startswith("agents/") and name.endswith("0000000001"))
+    read = servers.blobs.read
+
+    def broken(name: str) -> bytes:
+        if name == bad:
+            raise OSError(errno.EIO, "bad sector")
+        return read(name)
+
+    monkeypatch.setattr(servers.blobs, "read", broken)
+    await one.agents.delete("default", "ada")
+    with pytest.raises(NotFound):
+        one.agents.get("default", "ada")
+
+
+async def test_a_note_that_was_rolled_back_is_not_in_the_chain(servers: TwoServers) -> None:
+    one, two = servers.one.agents.journals, servers.two.agents.journals
+    journal = await one.create("team", "default", "t", Body("head"))
+    first = await one.append(journal, Body("first"))
+    one.note(journal, Body("a note"))
+    await one.cut(journal, first.number)
+    await one.append(journal, Body("after"))
+    await two.refresh("team", "default", "t")
+    there = two.find("team", "default", "t").read(Body)
+    assert [entry.value.text for entry in there] == ["first", "after"]
+
+
+@pytest.mark.parametrize("what", ["describe", "pin"])
+async def test_a_change_to_an_agent_that_is_read_again_meanwhile_is_to_be_sent_again(
+    servers: TwoServers, what: str
+) -> None:
+    one, two = servers.one, servers.two
+    await one.agents.create("default", id="ada")
+    await servers.say(one, "first")
+    agent = one.agents._find("default", "ada")
+    async with one.agents._agents._change(agent):
+        changing = asyncio.create_task(
+            one.agents.describe("default", "ada", {"by": "one"})
+            if what == "describe"
+            else one.agents.pin("default", "ada", True)
+        )
+        await asyncio.sleep(0.05)
+        await two.agents.refresh("default", "ada")
+        await two.agents.describe("default", "ada", {"by": "two"})
+        shared_by(one)._follow("default", "ada").known = False
+        await one.agents.refresh("default", "ada")
+    with pytest.raises(Moved, match="send the request again"):
+        await changing
+    assert one.agents.get("default", "ada").metadata == {"by": "two"}
 
 
 # ------------------------------------------------------------------------------------------------------ without a copy

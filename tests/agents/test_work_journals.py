@@ -10,7 +10,7 @@ import pytest
 from cairn.agents import work_journals
 from cairn.agents.log.index import RecordKind
 from cairn.teams.entries import Posted, RoundBegan, Stated, StepOpened
-from cairn.types.errors import Conflict, Overloaded
+from cairn.types.errors import Conflict, Overloaded, Unavailable
 from tests.files import Fault
 from tests.teams.floor import Floor, team
 from tests.teams.scripted_voice import ScriptedVoice
@@ -70,7 +70,7 @@ async def test_a_full_journal_takes_no_more_and_a_full_tenant_makes_no_more(monk
     await at.again()
     assert 1000 < at.journal.bytes < 2000
     monkeypatch.setattr(work_journals, "MAX_TENANT_BYTES", 1000)
-    with pytest.raises(Conflict, match="teams and runs of this key take"):
+    with pytest.raises(Conflict, match="your teams and runs take"):
         at.journals.check_room(at.journal)
     with pytest.raises(Overloaded, match="delete some"):
         await at.journals.create("team", "me", "another", at.team)
@@ -83,4 +83,30 @@ async def test_posts_while_a_round_runs_count(monkeypatch: pytest.MonkeyPatch) -
     await asyncio.gather(*(at.post("y" * 500) for _ in range(3)))
     assert at.journal.bytes == sum(at.journal._sizes.values()) > 1500
     assert len(at.values(Posted)) == 3
+    await at.close()
+
+
+async def test_a_note_stays_with_the_next_entry_if_that_one_is_refused() -> None:
+    at = await floor()
+    await at.journals.append(at.journal, RoundBegan(round=1))
+    at.journals.note(at.journal, StepOpened(round=1, step=1, told=1))
+    stated = Stated(round=1, step=1, member="ada", turn=1, content="x")
+    at.files.fail(Fault(at.files.calls, errno.ENOSPC, sticky=True))
+    with pytest.raises(Unavailable):
+        await at.journals.append(at.journal, stated)
+    at.files.heal()
+    await at.journals.append(at.journal, stated)
+    await at.again()
+    assert [type(value) for value in at.values()] == [RoundBegan, StepOpened, Stated]
+    await at.close()
+
+
+async def test_a_note_that_was_rolled_back_does_not_return() -> None:
+    at = await floor()
+    await at.journals.append(at.journal, RoundBegan(round=1))
+    at.journals.note(at.journal, StepOpened(round=1, step=1, told=1))
+    await at.journals.cut(at.journal, at.journal.entries[0].number)
+    await at.post("after")
+    await at.again()
+    assert [type(value) for value in at.values()] == [RoundBegan, Posted]
     await at.close()

@@ -211,7 +211,7 @@ async def test_a_refused_deletion_leaves_a_team_that_can_be_deleted(folder: Path
         await at.again(clean=True)
         await at.teams.delete("default", "t")
         assert not any(b"secret" in data for data in at.at.files.files().values())
-        assert not at.at.agents.page("default").agents and await at.teams.ids("default") == []
+        assert not at.at.agents.page("default").agents and await at.teams.created("default") == {}
 
 
 async def test_a_deletion_that_the_disk_refuses_is_complete_when_it_is_sent_again(folder: Path) -> None:
@@ -227,7 +227,7 @@ async def test_a_deletion_that_the_disk_refuses_is_complete_when_it_is_sent_agai
         await at.teams.delete("default", "t")
         assert not any(b"secret" in data for data in at.at.files.files().values())
         await at.again()
-        assert not at.at.agents.page("default").agents and await at.teams.ids("default") == []
+        assert not at.at.agents.page("default").agents and await at.teams.created("default") == {}
 
 
 async def test_nobody_works_on_a_team_that_is_being_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ async def test_a_new_team_does_not_adopt_the_members_of_an_earlier_one(folder: P
         with pytest.raises(Conflict, match="delete it, or give the team another id"):
             await at.teams.create("default", some(system="a new beginning"))
         assert [agent.id for agent in at.at.agents.page("default").agents] == left
-        assert await at.teams.ids("default") == []
+        assert await at.teams.created("default") == {}
 
 
 async def test_a_team_that_cannot_be_made_leaves_its_name_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
+from cairn.cluster.chain import Moved
 from cairn.config.values import TenantLimits
 from cairn.system.interfaces import Rng
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
@@ -96,9 +97,13 @@ class AgentService:
         return agent
 
     def check_there(self, agent: Agent) -> None:
-        """Raise NotFound if the agent was deleted since it was found."""
-        if agent not in self.registry:
-            raise NotFound(f"there is no agent {agent.id}", field="id")
+        """Raise NotFound if the agent was deleted since it was found, Moved if it was read again meanwhile."""
+        if agent in self.registry:
+            return
+        now = self.registry.find(agent.tenant, agent.id)
+        if now is not None and now.record.created == agent.record.created:
+            raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
+        raise NotFound(f"there is no agent {agent.id}", field="id")
 
     def turn(self, agent: Agent, number: int) -> Turn:
         """Return one of its turns; 0 is the beginning. Raise NotFound if there is none."""
@@ -271,7 +276,9 @@ class AgentService:
         """Record whether the agent's context is pinned; return whether that has changed."""
         async with self._change(agent):
             before = agent.record.pinned
-            if agent not in self.registry:  # deleted meanwhile: write nothing
+            if agent not in self.registry:
+                with contextlib.suppress(NotFound):  # deleted meanwhile: write nothing
+                    self.check_there(agent)
                 return False
             agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
             try:
@@ -315,6 +322,7 @@ class AgentService:
         """
         if (shared := self.sharing(agent)) is not None:
             await shared.gone(agent)
+            self.check_there(agent)
         keys = await self.detach(agent, self.pending.to_erase())
         try:
             await self.pending.erase(keys)

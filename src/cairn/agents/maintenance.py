@@ -94,7 +94,7 @@ class Maintenance:
             await shared.gone(agent)
         except (Unavailable, Damaged):
             return False  # it is looked at again
-        return True
+        return agent in self._agents.registry
 
     async def _erase(self) -> None:
         pending = self._agents.pending

@@ -45,7 +45,7 @@ from cairn.kv.disk import portable_kv
 from cairn.system.interfaces import Rng
 from cairn.text.chat.messages import plain_message
 from cairn.types.errors import InvalidRequest, Unavailable
-from cairn.types.request import OutputFormat
+from cairn.types.request import MAX_APPLIED, OutputFormat
 from cairn.types.stats import ImportedKv
 
 COPY_BYTES = 1 << 20
@@ -401,7 +401,9 @@ def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
     """Raise InvalidRequest unless the turn is valid by itself, can be shown as JSON, and fits a chat template."""
     times = (began.began, end.ended if end is not None else 0.0)
     kept = 4 * end.keep <= len(end.ids) if end is not None else True
-    named = max(len(began.identity), len(began.base), len(began.digest)) <= MAX_DIGEST
+    adapters = began.adapters or ()
+    digests = (began.identity, began.base, began.digest, *(one for one, _ in adapters))
+    named = max(map(len, digests)) <= MAX_DIGEST and len(adapters) <= MAX_APPLIED
     if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept or not named:
         raise _wrong(f"holds a turn {began.number} with invalid values")
     answer = end.message if end is not None else None

@@ -89,7 +89,7 @@ class RequestContext(NamedTuple):
     prefix_digests: bytes
     identity: bytes
     variant: ModelVariant | None
-    """The model and its adapters, which so stay known."""
+    """The model and its adapters, held so that `known_variant` finds them; None if unknown."""
 
 
 class RequestContexts:

@@ -421,21 +421,14 @@ class SharedAgents:
         """Record that the agent is deleted, and remove its other records."""
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
+            if agent not in self._registry:
+                return  # deleted meanwhile
             try:
-                await self._delete(followed.chain)
+                await followed.chain.delete()
                 await self._forget(followed.chain, agent.tenant, agent.id)
             except BaseException:
                 followed.known = False
                 raise
-
-    @staticmethod
-    async def _delete(chain: AgentChain) -> None:
-        try:
-            await chain.news()
-        except Damaged:  # then nothing can follow it, and nobody can use it
-            return await chain.erase()
-        if chain.tail.kind != "gone":
-            await chain.append("gone")
 
     async def _forget(self, chain: AgentChain, tenant: str, id: str) -> None:
         """Remove from the store what a deleted agent has left there. Raise Unavailable if the store does not answer."""

@@ -312,6 +312,8 @@ class SharedJournals:
         followed = self._follow(name)
         async with followed.lock:
             await self._change(followed, name, EntriesRemoved(tuple(numbers)), whole)
+            gone = frozenset(numbers)  # notes that wait must not follow their removal
+            followed.waiting = [one for one in followed.waiting if one[1] is not None or one[0].number not in gone]
 
     async def begin(self, name: JournalName, whole: Whole) -> None:
         """Begin to work on a journal; until the end no other server may write. Takes over from one that is silent."""
@@ -337,20 +339,11 @@ class SharedJournals:
         followed = self._follow(name)
         async with followed.lock:
             try:
-                await self._delete(followed.chain)
+                await followed.chain.delete()
                 await self._forget(followed.chain, name)
             except BaseException:
                 followed.known = False
                 raise
-
-    @staticmethod
-    async def _delete(chain: AgentChain) -> None:
-        try:
-            await chain.news()
-        except Damaged:  # then nothing can follow it, and nobody can use it
-            return await chain.erase()
-        if chain.tail.kind != "gone":
-            await chain.append("gone")
 
     async def _forget(self, chain: AgentChain, name: JournalName) -> None:
         """Remove from the store what a deleted journal has left there. Raise Unavailable as `listed` does."""

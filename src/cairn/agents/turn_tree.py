@@ -42,7 +42,7 @@ class Turn:
         self.at = began.began
         """The same, moved along whenever this server's clock is set; ages are computed from it."""
         self.variant = recorded_variant(began.identity, began.base, began.adapters)
-        """The model and its adapters; None if an old record does not say. As long as it is here, it is known."""
+        """The model and its adapters; None if an old record does not say. Held so that `known_variant` finds it."""
         self.identity = began.identity if self.variant is None else self.variant.identity
         """Identity of the model whose tokens it has, adapters included."""
         self.state: TurnState = "interrupted" if began.number else "finished"

@@ -63,7 +63,7 @@ class Turns:
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
         self._agents, self._archive = agents, archive
         self._starting: set[tuple[int, str]] = set()
-        """Turns with an Idempotency-Key that are being started: the key of the agent that was asked, and that one."""
+        """Key of the agent and Idempotency-Key of each turn that is being started."""
 
     async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
         """See `Keeper`."""
@@ -255,7 +255,7 @@ class Turns:
         if agent.busy:
             raise conflict(agent)
         service = self._services.of(agent.head.identity) or self._services.first
-        agent.starting, shared = True, self._agents.sharing(agent)
+        agent.starting, shared, resumed = True, self._agents.sharing(agent), False
         try:
             async with self._interrupted_branch(agent) as branch:
                 request = self._resumed_request(service, agent, branch, number, share)
@@ -264,6 +264,11 @@ class Turns:
                 request = msgspec.structs.replace(request, grammar=grammar)
                 if shared is not None:
                     await shared.resumed(agent)
+                    resumed = True
+        except BaseException:
+            if resumed and shared is not None:  # else the other servers would wait for its end
+                shared.not_resumed(agent)
+            raise
         finally:
             agent.starting = False
         turn = agent.head

@@ -1,9 +1,9 @@
 """Journals in the token log: records of what several agents or requests work on together, step by step.
 
 A journal has a head, which describes it and is rewritten when that changes, and entries, which are only added. An entry
-is durable before anybody learns of it. An entry that nobody has learned of yet may be appended without waiting
-(`note`); it is durable once any later one is, because the log is written in order. The room that made a journal defines
-what heads and entries hold; they are bytes here until that room reads them.
+is durable before anybody learns of it. An entry that nobody has learned of yet may wait in memory (`note`): it is
+written with the next entry, and lost if the server ends before. The room that made a journal defines what heads and
+entries hold; they are bytes here until that room reads them.
 
 Servers that share a store share their journals (`shared_journals.py`): a change is in the journal's chain before
 it is in the log, and `refresh` applies what other servers wrote.
@@ -102,6 +102,8 @@ class Journal:
     def drop(self, numbers: Iterable[int]) -> list[int]:
         """Remove entries by their numbers; return their keys."""
         gone = set(numbers)
+        for number in gone:
+            self.notes.pop(number, None)
         keys = [entry.key for entry in self.entries if entry.number in gone]
         self.bytes -= sum(self._sizes.pop(number, 0) for number in gone)
         self.entries = [entry for entry in self.entries if entry.number not in gone]
@@ -255,7 +257,7 @@ class Journals:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
         if self._bytes_of(tenant) > MAX_TENANT_BYTES:
             raise Overloaded(
-                f"teams and runs of this key take more than {MAX_TENANT_BYTES >> 20} MiB, the limit; delete some",
+                f"your teams and runs take more than {MAX_TENANT_BYTES >> 20} MiB, the limit; delete some of them",
                 retry_after=60.0,
             )
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id
@@ -323,12 +325,14 @@ class Journals:
 
     def check_room(self, journal: Journal) -> None:
         """Raise Conflict if the journal, or all of its tenant's, take so much that nothing may be posted to it."""
-        for size, limit, what in (
-            (journal.bytes, MAX_JOURNAL_BYTES, f"{journal.record.room} {journal.id} takes"),
-            (self._bytes_of(journal.tenant), MAX_TENANT_BYTES, "teams and runs of this key take"),
+        own = f"{journal.record.room} {journal.id} takes", "roll it back or delete it"
+        all_of_them = "your teams and runs take", "delete some of them"
+        for size, limit, (what, advice) in (
+            (journal.bytes, MAX_JOURNAL_BYTES, own),
+            (self._bytes_of(journal.tenant), MAX_TENANT_BYTES, all_of_them),
         ):
             if size > limit:
-                raise Conflict(f"{what} more than {limit >> 20} MiB, the limit; delete some", field="id")
+                raise Conflict(f"{what} more than {limit >> 20} MiB, the limit; {advice}", field="id")
 
     def _bytes_of(self, tenant: str) -> int:
         return sum(journal.bytes for (_, whose, _), journal in self._journals.items() if whose == tenant)
@@ -339,12 +343,14 @@ class Journals:
         number = journal.take()
         record = self._record(journal, number, value)
         journal.pending.add(number)
+        notes: dict[int, Record] = {}
         try:
             if self.shared is not None:
                 await self.shared.add(journal.name, SharedEntry(number, _encoded(value)), journal.shared)
-            notes = [journal.notes.pop(one) for one in sorted(journal.notes) if one < number]
-            await self._pending.sync(*notes, record)
+            notes = {one: journal.notes.pop(one) for one in sorted(journal.notes) if one < number}
+            await self._pending.sync(*notes.values(), record)
         except BaseException:
+            journal.notes |= notes  # a later entry takes them along
             self._doubt(journal)
             self._pending.erase_later([record.key])
             raise
@@ -355,7 +361,7 @@ class Journals:
         return entry
 
     def note(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
-        """Append an entry that a crash may lose, unless a later one is durable."""
+        """Add an entry that is written together with the next one. It is lost if the server ends before."""
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
@@ -444,7 +450,6 @@ class Journals:
                 await self._replace(name, news.changes)
             elif here is not None:
                 self._pending.erase_later(here.drop([*here.notes]))
-                here.notes.clear()
                 await self._pending.sync(*self._apply(here, news.changes))
         except BaseException:
             self.shared.doubt(name)

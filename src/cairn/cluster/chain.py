@@ -317,6 +317,15 @@ class AgentChain:
         except OSError as error:
             raise unavailable(error) from error
 
+    async def delete(self) -> None:
+        """Record that the agent is deleted, whatever its records say. Raise as `append` does."""
+        try:
+            await self.news()
+        except (Damaged, RecordUnreadable):  # then nothing can follow it, and nobody can use it
+            return await self.erase()
+        if self.tail.kind != "gone":
+            await self.append("gone")
+
     async def erase(self) -> None:
         """Delete an agent whose records cannot be used, and remove them. Raise as `append` does.
 

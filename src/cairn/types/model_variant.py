@@ -37,7 +37,10 @@ _in_use: WeakValueDictionary[bytes, ModelVariant] = WeakValueDictionary()
 def variant(base: bytes, adapters: Adapters = ()) -> ModelVariant:
     """Return the variant of the model with the identity `base`: the same object as long as somebody holds it."""
     made = ModelVariant(base, adapters)
-    return _in_use.setdefault(made.identity, made)
+    known = _in_use.setdefault(made.identity, made)
+    if adapters and not known.adapters:  # an imported file may claim that an adapted identity is a model's own
+        known = _in_use[made.identity] = made
+    return known
 
 
 def known_variant(identity: bytes) -> ModelVariant | None:

@@ -264,6 +264,21 @@ async def test_replicas_are_restarted_one_after_another() -> None:
         assert not any(replica.draining for replica in app.replicas.all)
 
 
+async def test_after_a_removal_each_replica_is_still_restarted_as_itself() -> None:
+    async with routed(*[named] * 3) as (app, _):
+        assert [one.number for one in app.replicas.all] == [0, 1, 2]
+        assert await app.replicas.remove(app.replicas.all[1], 1.0)
+        restarted = list[int]()
+
+        async def end(number: int) -> None:
+            restarted.append(number)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, lambda: [setattr(one, "up", True) for one in app.replicas.all])
+
+        seen = [replica.number async for replica, _ in app.replicas.restart(end)]
+        assert seen == restarted == [0, 2]
+
+
 async def test_a_replica_that_does_not_come_back_ends_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with routed(named, named) as (app, stubs):
 

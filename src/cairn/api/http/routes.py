@@ -36,8 +36,8 @@ class Route:
     access: Literal["open", "key", "admin"] = "key"
     model: Literal["", "chat", "embed", "rerank", "agent", "team", "run", "url"] = ""
     """The model to load. A kind means the one that the body names, else the first of that kind; `agent`, `team` and
-    `run` mean the model of the one in the path; `url` means the one that the URL names, which is not loaded if it
-    is not. Empty: none, or the route finds its own."""
+    `run` mean the model of the one in the path; `url` means the loaded model that the URL names: such a route
+    loads none. Empty: none, or the route finds its own."""
     always: bool = False
     """Whether it also answers while no model is loaded."""
     keeps: bool = False

@@ -75,21 +75,21 @@ class RouterApp:
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
         try:
-            admission = self._admit(scope, receive, send)
+            access = self._admit(scope, receive, send)
         except CairnError as error:
             await fail(send, error.status, error.code, str(error))
             return
-        if admission is not PLAIN:
-            if admission.preflight is not None:
-                await respond(with_headers(send, admission.preflight), 200, b"")
+        if access is not PLAIN:
+            if access.preflight is not None:
+                await respond(with_headers(send, access.preflight), 200, b"")
                 return
-            if admission.headers:
-                send = with_headers(send, admission.headers)
-            if admission.vouched:  # a replica would compare it with the Host that the router writes
+            if access.headers:
+                send = with_headers(send, access.headers)
+            if access.vouched:  # a replica would compare it with the Host that the router writes
                 scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != b"origin"]}
         path = scope["path"]
         if path == "/metrics" or path.startswith(("/router/", "/health/")):
-            await self._own(scope, path, send, admission)
+            await self._own(scope, path, send, access)
             return
         self.counts.requests += 1
         try:
@@ -118,13 +118,13 @@ class RouterApp:
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
-    async def _own(self, scope: Message, path: str, send: Send, admission: RequestAccess) -> None:
+    async def _own(self, scope: Message, path: str, send: Send, access: RequestAccess) -> None:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
             await respond(send, 200 if ready else 503, msgspec.json.encode(self._health(ready)))
             return
-        if admission.foreign and scope["method"] not in ("GET", "HEAD"):
-            await fail(send, 403, Forbidden.code, admission.foreign)
+        if access.foreign and scope["method"] not in ("GET", "HEAD"):
+            await fail(send, 403, Forbidden.code, access.foreign)
             return
         if not self._allowed(scope):
             await fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")

@@ -29,7 +29,7 @@ class RequestAccess(NamedTuple):
 
 
 PLAIN = RequestAccess()
-"""The admission of a client that is no web page."""
+"""The access of a client that is no web page."""
 Admit = Callable[[Message, Receive, Send], RequestAccess]
 """Returns what a call may do; raises CairnError for one whose Host is not the router's."""
 

@@ -272,7 +272,7 @@ class RoutedCall:
         return self._digest
 
     async def _note_loss(self, replica: Replica) -> bool:
-        """Note that a replica was lost that may have had the request; return whether that were too many."""
+        """Note that a replica was lost that may have had the request; return whether it has lost MOST_LOST."""
         digest = await self._recognise()
         self._lost_count += 1
         known = self._shared.losses.note(digest, replica, self._sent_at, time.monotonic())

@@ -92,9 +92,6 @@ class HeldPrompt(NamedTuple):
     """In its pool, where nothing has to be loaded."""
 
 
-NOTHING_HELD = HeldPrompt(0, 0)
-
-
 class KnownText(NamedTuple):
     """A request's text beside what is known of it."""
 

@@ -78,12 +78,12 @@ class MergedList(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What is said of it in a header; empty if nothing is missing."""
+        """Text of the warning header; empty if nothing is missing."""
         if not self.missing:
             return ""
         more = len(self.missing) - MOST_NAMED
         said = "; ".join(self.missing[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        return "the list has not the items of " + "".join(char if " " <= char <= "~" else "?" for char in said)
+        return "the list lacks the items of " + "".join(char if " " <= char <= "~" else "?" for char in said)
 
 
 async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAnswer:

@@ -57,7 +57,7 @@ class RequestLosses:
         return now < self._compares
 
     def note(self, digest: bytes, replica: Replica, sent: float, now: float) -> int:
-        """Note that a server was lost with a request that was `sent` to it then; return how many were.
+        """Note that a server was lost with a request that was `sent` to it then; return how many it has lost.
 
         Equal requests in hand at the same time count once: when the power fails, all servers are lost with them.
         """

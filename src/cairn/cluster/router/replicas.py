@@ -83,7 +83,7 @@ class _Role(msgspec.Struct):
     shares: bool = False
 
     def sane(self) -> _Role:
-        """Return it with numbers that can be reckoned with, whatever was said."""
+        """Return it with every figure within its bounds."""
         queue = self.queue_seconds if math.isfinite(self.queue_seconds) else 0.0
         return msgspec.structs.replace(
             self,
@@ -107,6 +107,8 @@ class Replica:
     url: str
     pool: UpstreamPool
     seed: bytes
+    number: int | None = None
+    """Its place among the replicas that the router was started with; None for one that was added later."""
     up: bool = False
     draining: bool = False
     busy: int = 0
@@ -220,6 +222,8 @@ class Replicas:
 
         Raise ConfigError as `replica_of` does, and for one that is named twice."""
         self.all = [replica_of(url) for url in urls]
+        for number, one in enumerate(self.all):
+            one.number = number
         if len({one.url for one in self.all}) != len(self.all):
             raise ConfigError("a replica is named twice", field="replica")
         self._routing, self._turn = routing, 0
@@ -245,7 +249,7 @@ class Replicas:
         for task in checks:
             task.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-        for one in self.all:
+        for one in (*self.all, *self._leaving):
             one.pool.close()
 
     async def _run(self) -> None:
@@ -312,7 +316,7 @@ class Replicas:
         replica.last_check = "ready" if up else f"answers {status}"
 
     def _note_failed_check(self, replica: Replica, cause: Cause, what: str) -> None:
-        """Take a check that was not answered: a replica whose port is closed is down, one that is silent again, too."""
+        """Note a failed check. A closed port takes the replica down at once, silence after SILENT_CHECKS checks."""
         replica.last_check = what
         if cause == "local":  # the router has no descriptor or port left: nobody knows about the replica
             return
@@ -485,7 +489,7 @@ class Replicas:
         A replica gets no requests while it finishes those that it has, for DRAIN_SECONDS at most. After one that is not
         ready in START_SECONDS the others are left as they are.
         """
-        for number, replica in enumerate([one for one in self.all if one not in self._added]):
+        for number, replica in [(one.number, one) for one in self.all if one.number is not None]:
             try:
                 await self.drain(replica, DRAIN_SECONDS)
                 await end(number)
