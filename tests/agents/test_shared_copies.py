@@ -14,9 +14,10 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: nothi
 
 from cairn.agents import shared_agents
 from cairn.agents.log.records import AgentRecord, EndRecord, JournalRecord, TurnRecord
-from cairn.agents.shared_agents import FORGET_AT_ONCE, SharedAgents
+from cairn.agents.shared_agents import SharedAgents
 from cairn.agents.shared_bodies import Replayed, SharedAgent, SharedEnd, SharedTurn, numbered
 from cairn.agents.shared_journals import JournalMade, JournalName, SharedJournals
+from cairn.cluster.chain import FORGET_AT_ONCE
 from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore
 from cairn.system.posix import SystemClock

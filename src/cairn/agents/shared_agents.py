@@ -38,7 +38,7 @@ from cairn.agents.shared_bodies import (
 from cairn.agents.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
-from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
+from cairn.cluster.chain import MOST_CHAINS, AgentChain, ChainRecord, Kind, Moved, Running, forget_oldest
 from cairn.cluster.shared import SharedStore
 from cairn.system.concurrency import CountedLock
 from cairn.system.interfaces import Clock, Rng
@@ -46,10 +46,6 @@ from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
 
-MOST_CHAINS = 10_000
-"""Most chains whose position is kept in memory, beside those in use; any other is read from its beginning."""
-FORGET_AT_ONCE = 2
-"""Chains that are looked at, to forget them, with each new one. Those in use are passed over."""
 UNSHARED = ("resp_", "conv_")
 """Prefixes of ids of agents that keep a stored response or conversation: these are not shared."""
 RETRY_SECONDS = 1.0
@@ -121,14 +117,7 @@ class SharedAgents:
             chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
             found = self._followed[tenant, id] = _Followed(chain)
         self._followed.move_to_end((tenant, id))
-        for _ in range(FORGET_AT_ONCE):
-            oldest = next(iter(self._followed))
-            if len(self._followed) <= MOST_CHAINS or oldest == (tenant, id):
-                break
-            if self._needs(oldest):
-                self._followed.move_to_end(oldest)
-            else:
-                del self._followed[oldest]
+        forget_oldest(self._followed, (tenant, id), MOST_CHAINS, self._needs)
         return found
 
     def _needs(self, name: tuple[str, str]) -> bool:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from cairn.agents.log.records import JournalRecord
-from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
+from cairn.cluster.chain import MOST_CHAINS, AgentChain, ChainRecord, Kind, Moved, Running, forget_oldest, unavailable
 from cairn.cluster.guard import put, readable
 from cairn.cluster.shared import SharedStore
 from cairn.system.concurrency import CountedLock
@@ -33,8 +33,6 @@ from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
 
-MOST_CHAINS = 10_000
-"""Most chains whose position is kept in memory; any other is read from its beginning."""
 RETRY_SECONDS = 1.0
 """Pause between attempts to write the end of work that nobody waits for."""
 END_SECONDS = 2.0
@@ -160,10 +158,7 @@ class SharedJournals:
         if found is None:
             found = self._followed[name] = _FollowedJournal(self._chain(name))
         self._followed.move_to_end(name)
-        if len(self._followed) > MOST_CHAINS:
-            idle = (key for key, one in self._followed.items() if not one.needed)
-            if (oldest := next(idle, None)) is not None and oldest != name:
-                del self._followed[oldest]
+        forget_oldest(self._followed, name, MOST_CHAINS, lambda one: self._followed[one].needed)
         return found
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -187,30 +182,39 @@ class SharedJournals:
         Raise Unavailable if the store does not answer, Damaged if the chain cannot be used.
         """
         followed = self._follow(name)
-        async with followed.lock:
-            if followed.known and not here and followed.chain.tail.kind != "gone":
-                followed.known = False  # it was removed here alone
-            if followed.known:
-                records = await followed.chain.news()
-                if records:
-                    followed.refuse_waiting()
-                    followed.known = False  # until they are decoded: nothing may follow what the copy lacks
-                if not any(record.kind in ("made", "gone") for record in records):
-                    changes = _changes(name, records)
-                    followed.known = True
-                    return JournalNews(False, changes)
-            followed.known, chain = False, self._chain(name)
-            records = await chain.news()
-            followed.chain = chain  # not before: the end of work needs to know where the work began
-            if len(records) > 1 and chain.tail.kind == "gone":
-                await self._forget(chain, name)  # whoever deleted the journal did not get that far
-            changes = _changes(name, records)
-            followed.known = True
+        try:
+            async with followed.lock:
+                return await self._news(followed, name, here=here)
+        finally:
+            # Whoever asks for journals that do not exist takes no room from those that do.
+            unknown = followed.chain.tail.kind == "gone" and not here
+            if unknown and not followed.needed and self._followed.get(name) is followed:
+                del self._followed[name]
+
+    async def _news(self, followed: _FollowedJournal, name: JournalName, *, here: bool) -> JournalNews:
+        if followed.known and not here and followed.chain.tail.kind != "gone":
+            followed.known = False  # it was removed here alone
+        if followed.known:
+            records = await followed.chain.news()
             if records:
                 followed.refuse_waiting()
-            else:  # the whole copy, which goes there first, has the notes
-                followed.waiting = [one for one in followed.waiting if one[1] is not None]
-            return JournalNews(True, changes)
+                followed.known = False  # until they are decoded: nothing may follow what the copy lacks
+            if not any(record.kind in ("made", "gone") for record in records):
+                changes = _changes(name, records)
+                followed.known = True
+                return JournalNews(False, changes)
+        followed.known, chain = False, self._chain(name)
+        records = await chain.news()
+        followed.chain = chain  # not before: the end of work needs to know where the work began
+        if len(records) > 1 and chain.tail.kind == "gone":
+            await self._forget(chain, name)  # whoever deleted the journal did not get that far
+        changes = _changes(name, records)
+        followed.known = True
+        if records:
+            followed.refuse_waiting()
+        else:  # the whole copy, which goes there first, has the notes
+            followed.waiting = [one for one in followed.waiting if one[1] is not None]
+        return JournalNews(True, changes)
 
     def doubt(self, name: JournalName) -> None:
         """Note that the server's own copy may lack what the chain has: all of it is read again."""

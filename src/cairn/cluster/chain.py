@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -35,11 +35,29 @@ from cairn.cluster.guard import AHEAD, AsyncBlobs, ObjectFailed
 from cairn.cluster.keys import ClusterKeys
 from cairn.types.errors import Conflict, Damaged, Unavailable
 
+K = TypeVar("K")
+V = TypeVar("V")
 Kind = Literal["made", "began", "ended", "changed", "taken", "gone"]
 FIRST: frozenset[Kind] = frozenset({"made", "gone"})
 """Kinds that need nothing before them: what came before may be removed."""
+MOST_CHAINS = 10_000
+"""Most chains of a kind whose position is kept in memory, beside those in use; any other is read from its beginning."""
+FORGET_AT_ONCE = 2
+"""Chains that are looked at, to forget them, with each new one. Those in use are passed over."""
 TRIES = 2
 """Tries of an append whose outcome is unknown. It is the same object each time."""
+
+
+def forget_oldest(followed: OrderedDict[K, V], spared: K, most: int, needed: Callable[[K], bool]) -> None:
+    """Forget chains that were used least recently while there are more than `most`, except `spared` and needed ones."""
+    for _ in range(FORGET_AT_ONCE):
+        oldest = next(iter(followed))
+        if len(followed) <= most or oldest == spared:
+            return
+        if needed(oldest):
+            followed.move_to_end(oldest)
+        else:
+            del followed[oldest]
 
 
 class ChainRecord(msgspec.Struct, frozen=True, kw_only=True):
