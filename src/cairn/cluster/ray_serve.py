@@ -183,7 +183,7 @@ def keep_scaled(plan: RayPlan, scaling: Scaling, replicas: int) -> None:
             log.info("%d servers instead of %d", wanted, count)
             try:
                 deploy(plan, wanted)
-            except Exception as error:  # Ray's head may be starting again; the number is reckoned anew in two seconds
+            except Exception as error:  # Ray's head may be starting again; the number is computed again in two seconds
                 log.warning("Ray does not change the number of servers now: %s", error)
             else:
                 count = wanted

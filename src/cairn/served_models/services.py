@@ -30,7 +30,7 @@ class Services:
         self._gone: dict[bytes, int] = {}
         """Longest context of each model that was unloaded, by its identity."""
         self._variants: dict[bytes, list[ModelVariant]] = {}
-        """Variants of each model that was unloaded, those that were used last: so they stay known."""
+        """Variants of each unloaded model that were used last, held so that `known_variant` finds them."""
         self._replays: dict[bytes, ReplayTable] = {}
         """Sampled answers of each unloaded model, by its identity, for when it is loaded again."""
         self._ended = (0, 0)
@@ -50,7 +50,10 @@ class Services:
         return self._first
 
     def of(self, identity: bytes) -> Service | None:
-        """Return a service that answers as the model with this identity, or None. Its adapters may be unloaded."""
+        """Return a service of the model with this identity, adapters included; None without one.
+
+        If its adapters were unloaded since, it refuses requests.
+        """
         own = next((one for one in self._loaded if one.spec.identity == identity), None)
         if own is not None or not identity:
             return own

@@ -118,7 +118,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: bool = False
     """Text between `<think>` and `</think>` is reasoning, not content."""
     thoughts: str = ""
-    """Name of a further format in `reasoning_formats`."""
+    """Name of a further reasoning format in `text/output/reasoning_formats.py`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
     reasoning_closed: bool = False

@@ -72,7 +72,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base: bytes = b""
     """Identity of the model without its adapters; empty if it has none."""
     adapters: Adapters | None = None
-    """Adapters that the answer was computed with; None in old records."""
+    """Adapters that the answer was computed with; empty for none, None in old records."""
     engine: bytes = b""
     """Identity of what computed them, kernels included; empty in old records."""
     sampling: SamplingParams | None = None

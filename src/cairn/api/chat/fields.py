@@ -83,7 +83,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
         "mlx_lm": (
             FieldRow("draft_model num_draft_tokens", "a hint that changes the speed alone"),
-            FieldRow("adapters", "name it as MODEL:NAME", ("", "default_model")),
+            FieldRow("adapters", "name an adapter in `model`, as MODEL:NAME", ("", "default_model")),
             FieldRow(
                 "repetition_context_size presence_context_size frequency_context_size",
                 "penalties look at the whole context; 20 is what clients send unasked",

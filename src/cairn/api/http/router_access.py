@@ -10,6 +10,7 @@ from cairn.config.config import Config
 from cairn.types.errors import Forbidden
 
 MOST_ADMITTED = 1_000
+"""Host headers that are remembered as admitted."""
 _NO_BODIES = BodyBudget(0, 0)
 
 

@@ -134,7 +134,7 @@ class Replica:
     """Checks in a row that were not answered in time."""
     starts: int = 0
     """How often it was found ready after it was down."""
-    last_check: str = field(default="not asked yet")
+    last_check: str = "not asked yet"
     troubled: bool = False
     """Whether its last check failed in a way that nobody foresaw, which the log has then."""
 

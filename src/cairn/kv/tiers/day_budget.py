@@ -87,7 +87,7 @@ class DayBudget:
         return sum(size for _, size in self._spans)
 
     def _settle(self) -> float:
-        """Forget what is older than a day; return the time. Spans in the future, if the clock was set back, are now."""
+        """Forget spans older than a day; return the time. Spans in the future (the clock was set back) move to now."""
         now = self._now()
         for span in reversed(self._spans):
             if span[0] <= now:
