@@ -432,5 +432,7 @@ def test_an_option_that_is_for_a_server_is_not_suggested():
     assert set(OTHER_NAMES.values()) <= {option.name for option in options()}
     with pytest.raises(ConfigError, match=r"unknown option 'agentdir'$"):
         LLM("demo", agentdir="x")
-    with pytest.raises(ConfigError, match="device says what the model is computed on"):
+    with pytest.raises(ConfigError, match="the option device chooses where it is computed"):
         LLM("demo", n_gpu_layers=99)
+    with pytest.raises(ConfigError, match="it is called tp here"):
+        LLM("demo", tensor_parallel_size=2)
