@@ -101,7 +101,9 @@ def test_a_log_under_load(log: TokenLog, tmp_path: Path) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for number in range(8):
+        number = 0
+        while number < 8 or len(erased) < 2:  # a busy machine may write little meanwhile
+            number += 1
             (copy := tmp_path / f"copy{number}").mkdir(mode=0o700)
             was, gone = set(done), set(erased)
             while True:
@@ -119,7 +121,6 @@ def test_a_log_under_load(log: TokenLog, tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join()
-    assert len(erased) > 1
 
 
 def test_a_log_that_keeps_changing_is_reported(log: TokenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
