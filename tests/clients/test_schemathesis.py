@@ -26,6 +26,7 @@ LEFT_OUT = {
     ("POST", "/v1/models/unload"),
     ("POST", "/api/pull"),
     ("GET", "/v1/events"),
+    ("GET", "/v1/cache/events"),
     ("GET", "/v1/requests/{id}/events"),
 }
 
