@@ -6,7 +6,6 @@ nothing was written to the log, a look compares a few numbers.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from cairn.agents.log.writer_thread import Writer
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.types.errors import InvalidRequest, NotFound
+from cairn.types.list_place import ListPlace
 
 
 class Changes(NamedTuple):
@@ -83,7 +83,7 @@ def list_agents(
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]
     page, more = agents[:limit], len(agents) > limit
-    next = f"{page[-1].record.created!r}:{page[-1].id}" if more else None
+    next = str(_place(page[-1])) if more else None
     return AgentPage(agents=tuple(agent.info() for agent in page), more=more, next=next)
 
 
@@ -107,18 +107,15 @@ async def list_turns(
         before = some
 
 
-def _named(registry: AgentRegistry, tenant: str, after: str) -> tuple[float, str]:
-    """Return the list position that `after` names. A position with a time remains valid when its agent is gone."""
-    created, mark, id = after.rpartition(":")
-    if mark:
-        with contextlib.suppress(ValueError):
-            if math.isfinite(time := float(created)):
-                return -time, id
-    elif (agent := registry.find(tenant, id)) is not None:
+def _named(registry: AgentRegistry, tenant: str, after: str) -> ListPlace:
+    """Return the place that `after` names. One with a time remains valid when its agent is gone."""
+    if (place := ListPlace.read(after)) is not None:
+        return place
+    if (agent := registry.find(tenant, after)) is not None:
         return _place(agent)
     raise InvalidRequest("after must be the id of an agent, or the `next` of a list", field="after")
 
 
-def _place(agent: Agent) -> tuple[float, str]:
-    """Return an agent's position in the list, as `AgentRegistry.of` sorts it."""
-    return -agent.record.created, agent.id
+def _place(agent: Agent) -> ListPlace:
+    """Return an agent's place in the list, as `AgentRegistry.of` sorts it."""
+    return ListPlace.of(agent.record.created, agent.id)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.api.http.call import HTTPCall, query, shown
 from cairn.types.errors import InvalidRequest, NotFound
+from cairn.types.list_place import ListPlace
 
 LISTED = 20
 MOST_LISTED = 100
@@ -27,10 +27,10 @@ def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def page(items: Sequence[dict[str, Any]], limit: int, after: str | None, *, ascending: bool = False) -> dict[str, Any]:
-    """Return the page of at most `limit` items after the item `after`, or after a place.
+    """Return the page of at most `limit` items after the item `after`.
 
-    A place is `created:id`, as lists of agents have it too: an item of another server has a place here. It is for items
-    that have `created`, the newest first, and those of one time by their ids; `ascending`: the reverse of that.
+    `after` is an id, or a `ListPlace`, which also names an item that only another server has. Places are for items that
+    have `created` and are sorted by it; `ascending`: the oldest first.
     """
     rest = items if after is None else _behind(items, after, ascending)
     data = list(rest[:limit])
@@ -42,14 +42,9 @@ def _behind(items: Sequence[dict[str, Any]], after: str, ascending: bool) -> Seq
     ids = [item["id"] for item in items]
     if after in ids:
         return items[ids.index(after) + 1 :]
-    created, mark, id = after.rpartition(":")
-    with contextlib.suppress(ValueError, KeyError):
-        if mark and math.isfinite(time := float(created)):
-            place = -time, id
-            places = [(-item["created"], item["id"]) for item in items]
-            return [
-                item for item, own in zip(items, places, strict=True) if (own < place if ascending else own > place)
-            ]
+    if (place := ListPlace.read(after)) is not None and all("created" in item for item in items):
+        places = [ListPlace.of(item["created"], item["id"]) for item in items]
+        return [item for item, own in zip(items, places, strict=True) if (own < place if ascending else own > place)]
     raise NotFound(f"there is no item {shown(after)!r} here", field="after")
 
 

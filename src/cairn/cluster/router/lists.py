@@ -1,15 +1,13 @@
 """Lists over all replicas: agents, teams, runs, collections and files, each of which one replica may know alone.
 
 All replicas list in one order: the newest first, and those of one time by their ids. So a page needs one page of each
-replica, after the same place `created:id`; an item that one replica has is a place at all of them. Items of one id,
+replica, after the same place (`ListPlace`); an item that one replica has is a place at all of them. Items of one id,
 which several replicas know, are one: the one with most turns or rounds. A replica that fails is left out, and named.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ import msgspec
 
 from cairn.cluster.router.replicas import Replica
 from cairn.cluster.router.upstream import UpstreamLost, request_bytes
+from cairn.types.list_place import ListPlace
 
 
 class ListLimits(NamedTuple):
@@ -45,13 +44,10 @@ INLINE = 1 << 18
 """Bytes of pages that are merged on the event loop, in some 2 ms; longer ones on a thread."""
 EMPTY_PAGES = 3
 """Times that a replica is asked for a page whose items were all deleted while it was made."""
-
 MOST_NAMED = 8
 """Replicas that a warning names."""
 
 Headers = Sequence[tuple[bytes, bytes]]
-Place = tuple[float, str]
-"""Where an item stands in the order, the newest first."""
 
 
 class ReplicaAnswer(NamedTuple):
@@ -145,10 +141,8 @@ async def _place_of(replicas: Sequence[Replica], path: str, after: str, headers:
 
     Raise ListRefused if none knows it, UpstreamLost if none answers.
     """
-    created, mark, _ = after.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if mark and math.isfinite(float(created)):
-            return after
+    if ListPlace.read(after) is not None:
+        return after
     target = f"{path}/{quote(after, safe='')}".encode()
     found = await asyncio.gather(*(fetch(one, target, headers) for one in replicas), return_exceptions=True)
     refused = None
@@ -156,7 +150,7 @@ async def _place_of(replicas: Sequence[Replica], path: str, after: str, headers:
         if isinstance(answer, ReplicaAnswer):
             item = _decoded(answer) if answer.status == 200 else {}
             if item.get("id") == after:
-                return f"{_created(item)!r}:{after}"
+                return str(_place(item))
             refused = refused or answer
         elif not isinstance(answer, UpstreamLost):
             raise answer
@@ -182,12 +176,8 @@ def _decoded(answer: ReplicaAnswer) -> dict[str, Any]:
         raise ListRefused(answer) from None
 
 
-def _created(item: Mapping[str, Any]) -> float:
-    return float(item.get("created", item.get("created_at", 0)) or 0)
-
-
-def _place(item: Mapping[str, Any]) -> Place:
-    return -_created(item), str(item["id"])
+def _place(item: Mapping[str, Any]) -> ListPlace:
+    return ListPlace.of(float(item.get("created", item.get("created_at", 0)) or 0), str(item["id"]))
 
 
 def _length(item: Mapping[str, Any]) -> float:
@@ -221,8 +211,8 @@ def _merged(answers: Sequence[ReplicaAnswer], limit: int, *, ascending: bool) ->
     data, more = ordered[:limit], len(ordered) > limit or end is not None
     merged = {**pages[0], "data": data, "has_more": more}
     if "next" in merged:
-        created, id = _place(data[-1]) if data else (end or (0.0, ""))
-        merged["next"] = f"{-created!r}:{id}" if more else None
+        last = _place(data[-1]) if data else end
+        merged["next"] = str(last) if more else None
     for name, number in (("first_id", 0), ("last_id", -1)):
         if name in merged:
             merged[name] = data[number]["id"] if data else None
