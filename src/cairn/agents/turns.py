@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -89,8 +90,9 @@ class Turns:
 
         Raise Conflict if the head is not free, or while a turn with that key is being started.
         """
+        start = partial(self._start, service, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once)
         if not once:
-            return await self._start(service, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once)
+            return await start()
         taken = agent.key, once
         if taken in self._starting:
             raise Conflict(f"a turn of agent {agent.id} with this Idempotency-Key is starting", field="Idempotency-Key")
@@ -102,7 +104,7 @@ class Turns:
                     again = await self.again(one, messages, once, params.request, params.share)
                 if again is not None:
                     return again
-            return await self._start(service, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once)
+            return await start()
         finally:
             self._starting.discard(taken)
 

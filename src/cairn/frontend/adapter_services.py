@@ -178,7 +178,8 @@ class ServedAdapters:
             if known is None:
                 return self._add(name, path, facts)
             if facts.digest != known.digest:
-                await self._detach(facts.digest)
+                if all(one.digest != facts.digest for one in self):
+                    await self._service.detach(facts.digest)
                 raise Conflict(f"{name} is another adapter; unload it first", field="lora_name")
             return known
 
@@ -211,10 +212,6 @@ class ServedAdapters:
         for identity, view in [*self._views.items()]:
             if any(one == digest for one, _ in view.applied):
                 del self._views[identity]
-
-    async def _detach(self, digest: bytes) -> None:
-        if all(one.digest != digest for one in self):
-            await self._service.detach(digest)
 
     def _add(self, name: str, path: str, facts: AdapterFacts) -> ServedAdapter:
         found = self._by_name[name] = ServedAdapter(self._next, name, path, facts)

@@ -14,7 +14,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
@@ -51,11 +51,6 @@ class BodyBudget:
     def held(self) -> int:
         """Bytes in hand now."""
         return self._held.total()
-
-    @property
-    def holders(self) -> Mapping[str, int]:
-        """The tenants with a count, which is their bytes in hand."""
-        return self._held
 
     def take(self, tenant: str, size: int) -> None:
         """Count `size` bytes more. Raises Overloaded beyond the tenant's share, Unavailable beyond the total."""
