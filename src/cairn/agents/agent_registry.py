@@ -168,7 +168,8 @@ class AgentRegistry:
     def abandoned(self, agent: Agent, before: float) -> list[Turn]:
         """Return the turns of branches that the agent began and abandoned before that time.
 
-        A turn that another agent has stays: it is in the log, and a restart would find it.
+        A turn that another agent has stays: it is in the log, and a restart would find it. What was learnt is noted in
+        `agent.straight`, and left branches that are old enough are taken out of `agent.record`.
         """
         record = agent.record
         if record.moved >= before:

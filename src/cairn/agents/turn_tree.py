@@ -27,8 +27,19 @@ class Turn:
     """A turn, or with number 0 the beginning of an agent, which has messages and no answer."""
 
     __slots__ = (
-        *("_size", "at", "began", "content", "depth", "first"),
-        *("identity", "key", "number", "once", "parent", "state", "variant"),
+        "_size",
+        "at",
+        "began",
+        "content",
+        "depth",
+        "first",
+        "identity",
+        "key",
+        "number",
+        "once",
+        "parent",
+        "state",
+        "variant",
     )
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:

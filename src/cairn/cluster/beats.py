@@ -103,7 +103,7 @@ class Beats:
         await asyncio.gather(*map(self._repeat, (self._show, self._look)))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do one of both for ever: a look that takes long holds up no beat."""
+        """Repeat `work` until closed. Each kind of work has a task of its own, so that a slow look delays no beat."""
         while not self._closing:
             with contextlib.suppress(OSError):
                 await work()

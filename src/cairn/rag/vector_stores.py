@@ -71,14 +71,14 @@ class VectorStores:
                     copy.seek(0)
                     sizes = (one.chunk, one.overlap) if one.chunk else None
                     new = NewDocument(
-                        file.id,
-                        file.name,
-                        kind_of(file.name),
-                        copy,
-                        file.size,
-                        one.attributes,
-                        FIELD,
-                        sizes,
+                        id=file.id,
+                        name=file.name,
+                        kind=kind_of(file.name),
+                        content=copy,
+                        size=file.size,
+                        metadata=one.attributes,
+                        field=FIELD,
+                        sizes=sizes,
                         attached=True,
                     )
                     async with embedders() as embedder:

@@ -13,7 +13,7 @@ from cairn.system.metrics import CONTENT_TYPE, ServerMetrics
 
 
 class MetricsRoute:
-    """The route of the figures, for who has an admin key."""
+    """The route of the metrics, which needs the admin key."""
 
     def __init__(self, state: ServerState) -> None:
         self._state, self._config = state, state.config

@@ -15,7 +15,7 @@ from cairn.frontend.service import Service
 
 
 class Props:
-    """GET /props: what is served, and the defaults of requests, by llama-server's names.
+    """The route of `/props`.
 
     Names: llama.cpp's tools/server/README.md, "GET /props". What has no meaning here is left out. Nothing is changed by
     this route, so there is no POST.

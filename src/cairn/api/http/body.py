@@ -21,7 +21,7 @@ from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
 
 INLINE_BYTES = 1 << 18
-"""Largest body that is parsed on the event loop, in milliseconds; others take a thread, one of each tenant."""
+"""Largest body parsed on the event loop, which takes some ms. Larger ones go to threads, one at a time of a tenant."""
 
 
 async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:

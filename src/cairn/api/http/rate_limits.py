@@ -81,7 +81,7 @@ MOST_TENANTS = 10_000
 BUSY_SECONDS = 1.0
 """Least Retry-After in seconds of a tenant with too many requests at once."""
 REPORT_SECONDS = 600.0
-"""How long after its last request a tenant's usage is told to the other servers."""
+"""How long after its last request a tenant's usage is reported to the other servers."""
 WEIGHT = 0.2
 """Weight of one request in a tenant's mean duration."""
 

@@ -19,7 +19,6 @@ TEXTS = ("content", "reasoning_content", "refusal")
 MOST_BYTES = 8 << 20
 """Longest stream that is remembered to be followed."""
 
-
 Place = tuple[object, ...]
 """A text in an answer: its choice and its field, and for a tool call its number and the field there."""
 

@@ -2,7 +2,7 @@
 
 A request that found its replica gone is sent to another one, as long as its client has nothing of the answer and a
 second computation changes nothing: each turn of an agent gets an Idempotency-Key, by which a replica knows it again.
-A stream whose replica died in mid-answer goes on from another one, where that gives the same tokens (`follow.py`).
+A stream whose replica died in mid-answer goes on from another one, where that gives the same tokens (`delivered.py`).
 A request that loses two replicas is an error: it may be what ended them (`losses.py`).
 """
 

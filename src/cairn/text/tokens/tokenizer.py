@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special token names of transformers; chat templates may use them as variables."""
-
-
 INLINE = 4_096
 """Most characters or tokens to process on the event loop; more would delay other requests."""
-
-
+MENDED_AT_ONCE = 1 << 16
+"""Characters of a piece in which surrogates are replaced."""
 MAX_LISTED = 1 << 20
 """Most tokens, and most merges, in a tokenizer.json; the largest models have some 300,000 and 600,000."""
 _COMMAS = 1 << 16
 """Allowance for commas and brackets inside the texts of tokens and merges; far more than any vocabulary has."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PAIR = re.compile("([\ud800-\udbff])([\udc00-\udfff])")
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -402,14 +402,6 @@ def valid_text(text: str) -> str:
             at = end
         return "".join(pieces)
     return text
-
-
-MENDED_AT_ONCE = 1 << 16
-"""Characters of a piece in which surrogates are replaced."""
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_PAIR = re.compile("([\ud800-\udbff])([\udc00-\udfff])")
 
 
 def _joined(pair: re.Match[str]) -> str:
