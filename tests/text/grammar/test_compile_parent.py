@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,32 @@ async def test_a_cancelled_compilation_stops(helper: GrammarHelper) -> None:
         assert not verdict.ended and not children(helper.pid), "and nobody else's compilation is cancelled for it"
         assert children_seconds(helper.pid) - before < moment + 1.0 < SECONDS, "processor time, not the clock's"
         assert task.cancelled()
+
+
+DEAF = """
+import signal, threading, time
+from cairn.text.grammar import compile_process
+from cairn.text.grammar.compile_wire import Compile
+
+def interrupt():
+    while not server._child:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+compile_process._verdict = lambda *_: time.sleep(600)
+server = compile_process.CompileServer()
+server.heed_signals()
+server._tokenizers[()] = None
+threading.Thread(target=interrupt).start()
+print(server._compiled(Compile(vocab=(), text="a")).ended, server._given_up)
+"""
+"""Gives a grammar up by a signal that interrupts no call of the main thread: another thread receives it."""
+
+
+def test_a_signal_that_interrupts_no_call_stops_a_compilation() -> None:
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", DEAF]
+    assert subprocess.run(script, capture_output=True, text=True, timeout=60, check=True).stdout == "memory True\n"
 
 
 async def test_a_tenants_turn_comes_after_one_grammar_of_each_other(helper: GrammarHelper) -> None:

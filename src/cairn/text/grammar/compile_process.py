@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -37,9 +38,18 @@ class CompileServer:
         self._tokenizers: dict[Vocab, Any] = {}
         self._child = 0
         self._given_up = False
+        self._signals = -1
+        """Descriptor that becomes readable with each signal."""
 
-    def give_up(self, *_: object) -> None:
-        """Abandon the current grammar at the parent's request (a signal handler)."""
+    def heed_signals(self) -> None:
+        """Abandon the current grammar at each SIGUSR1; call it in the main thread."""
+        self._signals, writing = os.pipe()
+        os.set_blocking(self._signals, False)
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGUSR1, self._give_up)
+
+    def _give_up(self, *_: object) -> None:
         self._given_up = True
         if self._child:
             os.kill(self._child, signal.SIGKILL)
@@ -70,9 +80,7 @@ class CompileServer:
         os.close(writing)
         if self._given_up:  # the signal came after the fork, before `_child` was set
             os.kill(child, signal.SIGKILL)
-        data = bytearray()
-        while piece := os.read(reading, 1 << 20):
-            data += piece
+        data = self._read_whole(reading)
         os.close(reading)
         _, status = os.waitpid(child, 0)
         self._child = 0
@@ -81,9 +89,24 @@ class CompileServer:
             ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")
             return GrammarVerdict(ended=ended, error="the grammar compiler crashed on it", seconds=seconds)
         try:
-            return msgspec.structs.replace(msgspec.msgpack.decode(bytes(data), type=GrammarVerdict), seconds=seconds)
+            return msgspec.structs.replace(msgspec.msgpack.decode(data, type=GrammarVerdict), seconds=seconds)
         except msgspec.MsgspecError:
             return GrammarVerdict(ended="memory", seconds=seconds)
+
+    def _read_whole(self, reading: int) -> bytes:
+        """Read a pipe to its end while signals are heeded.
+
+        A signal that comes just before a call blocks does not interrupt it, so the call waits for signals too.
+        """
+        data = bytearray()
+        while True:
+            ready, _, _ = select.select([reading, self._signals], [], [])
+            if self._signals in ready:
+                os.read(self._signals, 1 << 10)
+            if reading in ready:
+                if not (piece := os.read(reading, 1 << 20)):
+                    return bytes(data)
+                data += piece
 
 
 def _children() -> float:
@@ -130,7 +153,7 @@ def main() -> None:
     server = CompileServer()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
-    signal.signal(signal.SIGUSR1, server.give_up)
+    server.heed_signals()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     restrict()
     os.nice(NICER)
