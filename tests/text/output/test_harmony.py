@@ -95,7 +95,8 @@ def test_whatever_is_broken_is_read_alike_in_pieces(seed: int) -> None:
     text = THOUGHT + CALL + "<|end|><|start|>assistant" + FINAL + "Done."
     for _ in range(20):
         at = rng.randrange(len(text))
-        broken = text[:at] + rng.choice(["", "{", "<|", "<|message|>", "<|start|>"]) + text[at + rng.randint(0, 30) :]
+        wrong = rng.choice(["", "{", "<|", "<|message|>", "<|start|>", "\n", "\n to=f", "<|channel|>\n"])
+        broken = text[:at] + wrong + text[at + rng.randint(0, 30) :]
         assert read(broken, seed=seed) == read(broken)
 
 

@@ -31,11 +31,13 @@ MAX_STRAY = 64
 """Characters after the channel within which `<|message|>` may still come."""
 _BEGINS = (CHANNEL, START, MESSAGE, "<|constrain|>", " to=", "to=")
 _KNOWN = r"analysis|commentary|final"
-_CHANNEL = re.compile(rf"<\|channel\|>\s*({_KNOWN})(?![a-z])|<\|channel\|>\s*(\w+)")
+_BLANK = r"[^\S\n]"
+"""A header is one line."""
+_CHANNEL = re.compile(rf"<\|channel\|>{_BLANK}*({_KNOWN})(?![a-z])|<\|channel\|>{_BLANK}*(\w+)")
 _TO = re.compile(r"(?:^|[\s>])to=([^\s<{]+)")
-_TO_PART = r"\s*+to=[^\s<{]++"
-_CHANNEL_PART = rf"\s*+<\|channel\|>\s*+(?:(?:{_KNOWN})(?![a-z])|\w++)"
-_TYPE_PART = r"\s*+<\|constrain\|>\s*+\w*+|\s*+(?:json|code)(?!\w)"
+_TO_PART = rf"{_BLANK}*+to=[^\s<{{]++"
+_CHANNEL_PART = rf"{_BLANK}*+<\|channel\|>{_BLANK}*+(?:(?:{_KNOWN})(?![a-z])|\w++)"
+_TYPE_PART = rf"{_BLANK}*+<\|constrain\|>{_BLANK}*+\w*+|{_BLANK}*+(?:json|code)(?!\w)"
 _PARTS = re.compile(f"(?:{_TO_PART})*+(?:{_CHANNEL_PART})?+(?:{_TO_PART}|{_TYPE_PART})*+")
 """The parts of a header, from its beginning on."""
 _MARKS = (START, CHANNEL, "<|end|>", "<|call|>", "<|return|>")
