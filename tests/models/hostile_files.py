@@ -225,10 +225,12 @@ def nested(count: int) -> bytes:
 _MILLION = 1 << 20
 _SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _NO_FILE = "is a pipe, a device or a socket, not a file"
+_SAID = dict.fromkeys((*_SMALL, "m.gguf"), _NO_FILE) | {"generation_config.json": "loaded"}
+"""What is said of each file that is none; a model answers without generation_config.json."""
 
 FILES: dict[str, Hostile] = {
-    **{f"{name} is a pipe": Hostile(pipe(name), _NO_FILE) for name in (*_SMALL, "m.gguf")},
-    **{f"{name} is /dev/zero": Hostile(endless(name), _NO_FILE) for name in (*_SMALL, "m.gguf")},
+    **{f"{name} is a pipe": Hostile(pipe(name), said) for name, said in _SAID.items()},
+    **{f"{name} is /dev/zero": Hostile(endless(name), said) for name, said in _SAID.items()},
     "a config of 10 million empty lists": Hostile(
         written("config.json", b'{"a":[', b"[]," * 10_000_000, b"[]]}"), "holds more than 1048576 values"
     ),

@@ -350,7 +350,7 @@ def odd_form(rng: random.Random) -> bytes:
         parts.append((name, rng.choice((None, "b.txt", "../b", "")), rng.choice((b"", b"\xff", b"x" * 70_000))))
     body = bytearray(form(parts))
     for _ in range(rng.choice((0, 1, 3)) if kind < 3 else 0):
-        spot = rng.randrange(min(len(body), 300))
+        spot = rng.randrange(min(len(body) + 1, 300))  # nothing may be left of a short one
         body[spot : spot + rng.choice((0, 1, 30))] = rng.randbytes(rng.choice((0, 1, 20)))
     if kind == 3:
         del body[rng.randrange(len(body)) :]
