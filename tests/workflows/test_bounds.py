@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from cairn.types.errors import InvalidRequest
-from cairn.workflows import prompt_memory
+from cairn.workflows import paths, prompt_memory, runner
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.contracts import Breach, check_value
 from cairn.workflows.definition import MAX_FILLED, workflow_of
@@ -253,6 +254,28 @@ async def test_a_prompt_that_is_too_long_fails_its_node_and_no_other() -> None:
     nodes = bench.state.nodes
     assert [nodes[name].state for name in "abc"] == ["failed", "done", "done"]
     assert nodes["a"].why == f"a.prompt has more than {MAX_FILLED} characters once it is filled, the limit"
+
+
+async def test_conditions_read_a_long_value_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, read, threads = list(range(5000)), 0, []
+    key_of, holds = paths.key_of, runner.holds
+
+    def counted(value: Any) -> Any:
+        nonlocal read
+        read += value == long
+        return key_of(value)
+
+    def noted(*args: Any) -> bool:
+        threads.append(threading.get_ident())
+        return holds(*args)
+
+    monkeypatch.setattr(paths, "key_of", counted)
+    monkeypatch.setattr(runner, "holds", noted)
+    unlike = {"output": "inputs.x", "is_not": 1}
+    when = {"all": [{"any": [{"output": "inputs.x", "in": [1, 2, [3]]}, unlike]}, unlike]}
+    bench = await run({"inputs": {"x": ""}, "nodes": [node("a", when=when)]}, lambda prompt: "yes", x=long)
+    assert bench.state.nodes["a"].state == "done" and read == 1
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_items_are_begun_as_places_get_free() -> None:

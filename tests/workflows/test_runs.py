@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.types.errors import Conflict, InvalidRequest, NotFound
+from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest, NotFound
 from cairn.workflows import runner
 from cairn.workflows.runner import Merged, merge
 from tests.workflows.scripted_answerer import Bench, KilledError, run
@@ -129,6 +129,28 @@ async def test_an_answer_that_breaks_its_contract_is_asked_for_again_a_number_of
     assert bench.state.nodes["plan"].output == {"steps": ["one"]} and bench.state.nodes["plan"].attempts == 4
     assert len({seed for _, seed in bench.answerer.asked}) == 4
     assert [one["role"] for one in bench.answerer.chats[-1]] == ["user", *["assistant", "user"] * 3]
+
+
+async def test_a_retry_that_cannot_be_asked_keeps_the_tokens_of_the_attempts_before() -> None:
+    said = iter(["no JSON", "again none"])
+
+    def script(prompt: str) -> str:
+        if (text := next(said, None)) is None:
+            raise ContextTooLong("the prompt is too long")
+        return text
+
+    ended = (await run({"nodes": [node("plan", output=PLAN, retries=3)]}, script)).state.nodes["plan"]
+    assert (ended.state, ended.attempts, ended.prompt_tokens, ended.completion_tokens) == ("failed", 2, 20, 4)
+
+
+@pytest.mark.parametrize("items", [[{}, {"name": "n"}], [{"name": "n"}, {}]])
+async def test_an_item_that_fails_fails_its_fan_out_beside_skipped_ones(items: list[dict[str, str]]) -> None:
+    flow = {
+        "inputs": {"x": ""},
+        "nodes": [node("a", "do {{ item.name }}", each={"in": "inputs.x"}, output=PLAN), node("b", "B", needs=["a"])],
+    }
+    bench = await run(flow, lambda prompt: "no JSON", x=items)
+    assert bench.state.nodes["a"].state == "failed" and bench.state.nodes["b"].lost
 
 
 async def test_a_node_that_fails_fails_the_run_with_the_reason_and_a_resume_tries_it_again() -> None:

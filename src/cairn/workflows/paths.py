@@ -8,7 +8,7 @@ A path only looks up a value; there are no expressions.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -113,23 +113,38 @@ def _check_one(condition: Condition, field: str) -> None:
 
 def holds(condition: Condition, values: Mapping[str, Any]) -> bool:
     """Return whether a condition holds. A missing value satisfies no comparison."""
+    return _holds(condition, values, {})
+
+
+def _holds(condition: Condition, values: Mapping[str, Any], keys: dict[str, Hashable]) -> bool:
+    """Implement `holds`; `keys` has the keys of values by their paths, so that a long value is read once."""
     if condition.every is not MISSING:
-        return all(holds(one, values) for one in condition.every or ())
+        return all(_holds(one, values, keys) for one in condition.every or ())
     if condition.some is not MISSING:
-        return any(holds(one, values) for one in condition.some or ())
+        return any(_holds(one, values, keys) for one in condition.some or ())
     found = lookup(values, condition.output)
     if condition.exists is not MISSING:
         return (found is not MISSING) is condition.exists
-    return found is not MISSING and _compare(condition, found)
+    if found is MISSING:
+        return False
+    wanted = _wanted(condition)
+    if wanted is not None:
+        if condition.output not in keys:
+            keys[condition.output] = key_of(found)
+        key = keys[condition.output]
+        return any(key == key_of(one) for one in wanted) is (condition.differs is MISSING)
+    return _compare(condition, found)
+
+
+def _wanted(condition: Condition) -> Sequence[Any] | None:
+    """Return the values that a condition compares with for equality; None if it compares numbers."""
+    if condition.one_of is not MISSING:
+        return condition.one_of or ()
+    one = condition.equals if condition.equals is not MISSING else condition.differs
+    return None if one is MISSING else (one,)
 
 
 def _compare(condition: Condition, found: Any) -> bool:
-    if condition.equals is not MISSING:
-        return same(found, condition.equals)
-    if condition.differs is not MISSING:
-        return not same(found, condition.differs)
-    if condition.one_of is not MISSING:
-        return any(same(found, one) for one in condition.one_of)  # type: ignore[union-attr]
     number = isinstance(found, int | float) and not isinstance(found, bool)
     if condition.above is not MISSING:
         return number and found > condition.above

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -26,8 +26,8 @@ from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Answerer, Asker
 from cairn.workflows.checks import Graph
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer
-from cairn.workflows.definition import NODE_TOKENS, Node, Workflow
-from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup, same
+from cairn.workflows.definition import NODE_TOKENS, Condition, Node, Workflow
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, key_of, lookup, paths_of
 from cairn.workflows.prompt_memory import PromptMemory
 from cairn.workflows.templates import Absent, TooLong, filling
 
@@ -99,6 +99,7 @@ def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
     """Merge the fields of these nodes' outputs; skipped nodes have none."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    keys: dict[str, Hashable] = {}
     conflicts = []
     for name in precedence:
         output = outputs.get(name)
@@ -106,9 +107,10 @@ def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
         for index, one in enumerate(output if isinstance(output, list) else [output]):
             source = f"{name}.{index}" if listed else name
             for field, value in sorted(one.items()) if isinstance(one, Mapping) else ():
+                key = key_of(value)
                 if field not in values:
-                    values[field], sources[field] = value, source
-                elif not same(values[field], value):
+                    values[field], sources[field], keys[field] = value, source, key
+                elif keys[field] != key:
                     why = _why(sources[field], source)
                     conflicts.append(FieldConflict(field, sources[field], values[field], source, value, why))
     return Merged(values, sources, conflicts)
@@ -153,17 +155,19 @@ class WorkflowRun:
         self._emit({"type": "run.started", "run": self._run.id, "resumed": bool(self._known)})
         values: dict[str, Any] = {INPUTS: self._run.inputs}
         ended = await self._nodes(self._graph, values, "")
-        over = self._result(ended, values)
+        over = await self._result(ended, values)
         await self._journals.append(self._journal, over)
         self._emit({**msgspec.to_builtins(over), "type": "run.done"})
         return over
 
-    def _result(self, ended: Mapping[str, NodeEnded], values: Mapping[str, Any]) -> RunEnded:
+    async def _result(self, ended: Mapping[str, NodeEnded], values: Mapping[str, Any]) -> RunEnded:
         failed = [one for one in ended.values() if one.state == "failed"]
         if failed:
             return RunEnded(state="failed", why="; ".join(f"{one.key}: {one.why}" for one in failed))
         if self._workflow.merge is not None:
-            merged = merge(self._workflow.merge.precedence, values)
+            names = self._workflow.merge.precedence
+            parts = [values[name] for name in names if name in values]
+            merged = await _apart(parts, merge, names, values)
             conflicts = tuple(conflict._asdict() for conflict in merged.conflicts)
             return RunEnded(state="finished", result=merged.values, sources=merged.sources, conflicts=conflicts)
         read = frozenset[str]().union(*self._graph.needs.values())
@@ -199,7 +203,7 @@ class WorkflowRun:
             return known
         if lost:
             return await self._end(NodeEnded(key=key, state="skipped", why=f"{lost[0]} failed", lost=True), node)
-        if node.when is not None and not holds(node.when, values):
+        if node.when is not None and not await _holds(node.when, values):
             return await self._end(NodeEnded(key=key, state="skipped", why="its condition does not hold"), node)
         if node.loop is not None:
             return await self._loop(graph, node, values, key)
@@ -225,7 +229,7 @@ class WorkflowRun:
                 why = f"{failed[0].key}: {failed[0].why}"
                 return await self._end(NodeEnded(key=key, state="failed", why=why), node)
             latest |= {name: inner[name] for name in ended if name in inner}
-            if node.loop.until is not None and holds(node.loop.until, inner):
+            if node.loop.until is not None and await _holds(node.loop.until, inner):
                 done = True
                 break
         return await self._end(NodeEnded(key=key, state="done", output={**latest, "runs": runs, "done": done}), node)
@@ -253,7 +257,8 @@ class WorkflowRun:
                     yield True, partial(self._ask, node, {**values, ITEM: item, INDEX: index}, f"{key}.{index}")
 
         ended = await gather_with_limit(self._turn, work())
-        bad = next((one for one in ended if one.state != "done"), None)
+        failed = (one for one in ended if one.state == "failed")  # before those that were skipped: it may be resumed
+        bad = next(failed, None) or next((one for one in ended if one.state != "done"), None)
         if bad is not None:
             return await self._end(NodeEnded(key=key, state=bad.state, why=f"{bad.key}: {bad.why}"), node)
         return await self._end(NodeEnded(key=key, state="done", output=[one.output for one in ended]), node)
@@ -273,16 +278,17 @@ class WorkflowRun:
             return NodeEnded(key=key, state="failed", why=str(error))
         async with self._memory.hold(self._asker.share or self._asker.tenant, size):
             self._emit({"type": "node.started", "node": node.id, "key": key, "role": node.role})
+            answers: list[Answered] = []
             try:
-                return await self._attempts(node, await _apart(found.parts, found.text), key)
+                return await self._attempts(node, await _apart(found.parts, found.text), key, answers)
             except PASSING:
                 raise
             except CairnError as error:  # such as a prompt that is too long, or a contract that no grammar can enforce
-                return NodeEnded(key=key, state="failed", why=str(error))
+                return NodeEnded(key=key, state="failed", why=str(error), **_figures(answers))
 
-    async def _attempts(self, node: Node, prompt: str, key: str) -> NodeEnded:
+    async def _attempts(self, node: Node, prompt: str, key: str, answers: list[Answered]) -> NodeEnded:
+        """Ask until an answer fits; add each answer to `answers`."""
         messages = [*self._told(node), {"role": "user", "content": prompt}]
-        answers: list[Answered] = []
         why = ""
         for attempt in range(1, node.retries + 2):
             answered = await self._answerer.answer(
@@ -337,8 +343,13 @@ class WorkflowRun:
 
 
 async def _apart(parts: Sequence[Any], work: Callable[..., T], *given: Any) -> T:
-    """Run work that is linear in a prompt's parts, on another thread if they are long."""
+    """Run work that is linear in values' length, on another thread if they are long."""
     return await asyncio.to_thread(work, *given) if length(parts) > INLINE else work(*given)
+
+
+async def _holds(condition: Condition, values: Mapping[str, Any]) -> bool:
+    found = [lookup(values, path) for path in {*paths_of(condition)}]
+    return await _apart([one for one in found if one is not MISSING], holds, condition, values)
 
 
 def _wanted(node: Node) -> Wanted:
