@@ -9,7 +9,7 @@ import pytest
 
 from cairn.agents import work_journals
 from cairn.agents.log.index import RecordKind
-from cairn.teams.entries import Posted, RoundBegan, Stated, StepOpened
+from cairn.teams.entries import Poll, Posted, RoundBegan, Stated, StepOpened
 from cairn.types.errors import Conflict, Overloaded, Unavailable
 from tests.files import Fault
 from tests.teams.floor import Floor, team
@@ -68,7 +68,7 @@ async def test_a_full_journal_takes_no_more_and_a_full_tenant_makes_no_more(monk
     await at.journals.cut(at.journal, at.journal.entries[0].number)
     at.journals.check_room(at.journal)
     await at.again()
-    assert 1000 < at.journal.bytes < 2000
+    assert 1000 < at.journal.bytes - len(at.journal.record.body) < 2000
     monkeypatch.setattr(work_journals, "MAX_TENANT_BYTES", 1000)
     with pytest.raises(Conflict, match="your teams and runs take"):
         at.journals.check_room(at.journal)
@@ -78,10 +78,30 @@ async def test_a_full_journal_takes_no_more_and_a_full_tenant_makes_no_more(monk
     await at.close()
 
 
+async def test_heads_count_against_a_tenants_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = await floor()
+    head = len(at.journal.record.body)
+    monkeypatch.setattr(work_journals, "MAX_TENANT_BYTES", 3 * head)
+    for number in range(2):
+        await at.journals.create("team", "me", f"more{number}", at.team)
+    with pytest.raises(Overloaded, match="delete some"):
+        await at.journals.create("team", "me", "another", at.team)
+    await at.close()
+
+
+async def test_a_full_journal_takes_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = await floor()
+    monkeypatch.setattr(work_journals, "MAX_JOURNAL_BYTES", at.journal.bytes - 1)
+    with pytest.raises(Conflict, match="team t takes more than"):
+        await at.round(0).hold_beside(Poll(question="?", options=("yes", "no")))
+    assert not at.journal.entries
+    await at.close()
+
+
 async def test_posts_while_a_round_runs_count(monkeypatch: pytest.MonkeyPatch) -> None:
     at = await floor()
     await asyncio.gather(*(at.post("y" * 500) for _ in range(3)))
-    assert at.journal.bytes == sum(at.journal._sizes.values()) > 1500
+    assert at.journal.bytes - len(at.journal.record.body) == sum(at.journal._sizes.values()) > 1500
     assert len(at.values(Posted)) == 3
     await at.close()
 

@@ -71,10 +71,10 @@ class Journal:
         """Whether this server works on it."""
         self.notes: dict[int, Record] = {}
         """Records of notes that no later entry has made durable, by number."""
-        self.bytes = 0
-        """Bytes of its entries' records."""
+        self.bytes = len(record.body)
+        """Bytes of its head's body and of its entries' records."""
         self._sizes: dict[int, int] = {}
-        """The same by number."""
+        """Bytes of the entries' records by number."""
         self._next = 1
         self._undecoded = False
 
@@ -255,7 +255,8 @@ class Journals:
         """
         if len(self.of(room, tenant)) >= MAX_JOURNALS:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
-        if self._bytes_of(tenant) > MAX_TENANT_BYTES:
+        encoded = msgspec.msgpack.encode(body)
+        if self._bytes_of(tenant) + len(encoded) > MAX_TENANT_BYTES:
             raise Overloaded(
                 f"your teams and runs take more than {MAX_TENANT_BYTES >> 20} MiB, the limit; delete some of them",
                 retry_after=60.0,
@@ -272,7 +273,7 @@ class Journals:
             id=id,
             created=self.now(),
             model=model,
-            body=msgspec.msgpack.encode(body),
+            body=encoded,
         )
         record = self._writer.record(RecordKind.JOURNAL, head)
         journal = Journal(record.key, head)

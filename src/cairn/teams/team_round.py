@@ -142,6 +142,7 @@ class TeamRound:
         if not step:
             taken = [getattr(entry.value, "step", 0) for entry in self._of_round()]
             step = 1 + max(taken, default=0)
+            self._journals.check_room(self._journal)
             await self._journals.append(self._journal, VoteCalled(round=self.number, step=step, vote=ask))
         self._steps = itertools.count(step)
         await self.hold(ask)
