@@ -77,6 +77,14 @@ def test_filters_let_documents_through(shelf: Shelf) -> None:
     assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=("b",)) == []
 
 
+def test_words_of_documents_that_a_filter_leaves_out_take_no_places(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(one, "mine", "about bread", "a long text with an invoice in it", vectors=[vector(1, 0, 0)] * 2)
+    shelf.add(one, "other", *["invoice invoice"] * document_store.CANDIDATES)
+    asked = vector(1, 0, 0)
+    assert shelf.found(one, "invoice", asked, documents=("mine",))[0] == "a long text with an invoice in it"
+
+
 def test_collections_are_a_tenants_own_and_survive(shelf: Shelf) -> None:
     one = shelf.store.create("me", "c", 1000, 100, {"a": "b"})
     other = shelf.store.create("you", "c", 1000, 100, {})

@@ -29,9 +29,10 @@ from cairn.rag.definition import (
 from cairn.rag.document_store import DocumentStore, bytes_of
 from cairn.rag.extract_parent import Extractor, aside
 from cairn.text.grammar.grammar import ANYTHING
-from cairn.types.errors import Conflict, InvalidRequest, TooLarge
+from cairn.text.render.fair_semaphore import FairSemaphore
+from cairn.types.errors import Conflict, InvalidRequest, Overloaded, TooLarge
 from cairn.types.outputs import Delta
-from cairn.workflows.answerer import Answerer, Asker
+from cairn.workflows.answerer import PATIENCE, Answerer, Asker
 
 if TYPE_CHECKING:
     from cairn.frontend.embeddings import Vector
@@ -77,10 +78,22 @@ class Embedder(NamedTuple):
         asking = self.asking if name is None else replace(self.asking, prompt_name=name)
         found: list[Vector] = []
         for at in range(0, len(texts), AT_ONCE):
-            made, _ = await vectors(self.service, texts[at : at + AT_ONCE], asking)
-            found += finished(made)
+            patience = PATIENCE if found else 1  # a queue that is full for a moment does not undo what was embedded
+            found += await self._vectors(texts[at : at + AT_ONCE], asking, patience)
             heard(len(found))
         return found
+
+    async def _vectors(self, texts: Sequence[str], asking: EmbeddingCall, patience: int) -> list[Vector]:
+        """Return a unit vector for each text; ask up to `patience` times while the queue is full."""
+        while True:
+            try:
+                made, _ = await vectors(self.service, texts, asking)
+                return finished(made)
+            except Overloaded as error:
+                patience -= 1
+                if not patience:
+                    raise
+                await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
 
 
 class Reranker(NamedTuple):
@@ -123,6 +136,8 @@ class Collections:
     def __init__(self, store: DocumentStore, answerer: Answerer) -> None:
         self.store, self._answerer = store, answerer
         self._extractor = Extractor()
+        self._eraser = FairSemaphore(each=1, what="the eraser of documents")
+        """Lets one erasure at a time rewrite its index, in turn among tenants: others wait for the database meanwhile."""
 
     async def add(
         self,
@@ -156,6 +171,15 @@ class Collections:
             made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
             model = (embedder.service.name, spec.identity, len(made[0]))
             return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
+
+    async def remove(self, tenant: str, id: str, document: str) -> None:
+        """Erase a document with its chunks."""
+        store = self.store
+        await self._eraser.run(tenant, lambda: store.remove(store.collection(tenant, id), document))
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Erase a collection with its documents and vectors."""
+        await self._eraser.run(tenant, self.store.delete, tenant, id)
 
     async def _read(self, tenant: str, new: NewDocument) -> list[Section]:
         """Return a document's sections; formats with complex parsers are read in a helper process."""

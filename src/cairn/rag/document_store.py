@@ -421,10 +421,9 @@ class DocumentStore:
             keys, scores = self._scores(db, collection, vector)
             score_of = dict(zip(keys.tolist(), scores.tolist(), strict=True))
             by_vector = sorted(score_of, key=lambda key: (-score_of[key], key))
-            by_words = self._by_words(db, collection, question)
             if allowed is not None:
                 by_vector = [key for key in by_vector if key in allowed]
-                by_words = [key for key in by_words if key in allowed]
+            by_words = self._by_words(db, collection, question, allowed)
             ranks: dict[int, float] = {}
             for listed, weight in zip((by_vector, by_words), wanted.weights, strict=True):
                 for place, key in enumerate(listed[:CANDIDATES], 1):
@@ -470,7 +469,10 @@ class DocumentStore:
             raise Conflict(f"collection {collection.id} was just embedded anew by another model; ask again")
         return keys, matrix @ vector
 
-    def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:
+    def _by_words(
+        self, db: sqlite3.Connection, collection: Collection, question: str, allowed: set[int] | None = None
+    ) -> list[int]:
+        """Return the keys of the `allowed` chunks that have most of a question's words, the best first."""
         words = list(dict.fromkeys(_WORDS.findall(question[:MAX_QUESTION].lower())))[:MAX_WORDS]
         if not words:
             return []
@@ -478,9 +480,9 @@ class DocumentStore:
         table = _words(collection.key)
         rows = db.execute(
             f"SELECT rowid FROM {table} WHERE {table} MATCH ? ORDER BY bm25({table}), rowid LIMIT ?",
-            (query, CANDIDATES),
-        )
-        return [key for (key,) in rows.fetchall()]
+            (query, CANDIDATES if allowed is None else -1),  # those that are not allowed would take the places
+        ).fetchall()
+        return [key for (key,) in rows if allowed is None or key in allowed][:CANDIDATES]
 
     def _chunk(self, db: sqlite3.Connection, key: int) -> DocumentChunk:
         row = db.execute(

@@ -16,12 +16,14 @@ from cairn.rag.file_store import FileStore, StoredFile
 from cairn.system.deadline import DEADLINE
 from cairn.system.spans import PRESENT
 from cairn.text.render.fair_semaphore import FairSemaphore
-from cairn.types.errors import CairnError, NotFound, trace
+from cairn.types.errors import CairnError, NotFound, Unavailable, trace
 
 log = logging.getLogger("cairn.api")
 
 AT_ONCE = 2
 """Files read and embedded at once; at most one of each tenant."""
+RETRY_SECONDS = 5.0
+"""Seconds after which a file's state is written again that the disk refused."""
 FIELD = "file"
 
 Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]
@@ -90,10 +92,13 @@ class VectorStores:
         except Exception as error:
             log.error("file %s: %s", file.id, trace(error))
             code, why = "server_error", "an internal error; the server's log names the file"
-        with contextlib.suppress(CairnError):
-            await asyncio.to_thread(
-                self.attachments.end, collection, file.id, "failed" if code else "completed", code, why
-            )
+        while True:  # until the disk takes it: a file that is in progress is awaited, and not begun anew
+            with contextlib.suppress(Unavailable):
+                await asyncio.to_thread(
+                    self.attachments.end, collection, file.id, "failed" if code else "completed", code, why
+                )
+                return
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def cancel(self, tenant: str, id: str, batch: str) -> None:
         """Cancel the files of a batch that are still in progress."""
@@ -158,7 +163,15 @@ class VectorStores:
         await self._end(collection, file)
         await asyncio.to_thread(self.attachments.remove, collection, file)
         with contextlib.suppress(NotFound):
-            await asyncio.to_thread(self._store.remove, collection, file)
+            await self._collections.remove(tenant, id, file)
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Erase a collection, and stop reading files into it."""
+        collection = await asyncio.to_thread(self._store.collection, tenant, id)
+        await self._collections.delete(tenant, id)
+        for key, file in [*self._tasks]:
+            if key == collection.key:
+                await self._end(collection, file)
 
     async def delete_file(self, tenant: str, file: str) -> None:
         """Erase a file and its documents in all collections."""

@@ -108,8 +108,8 @@ class CollectionRoutes:
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """Delete a collection. Answered when its text is overwritten on the disk."""
-        store, id = (await self._library.open()).store, call.path_part(PATH)
-        await asyncio.to_thread(store.delete, call.tenant, id)
+        stores, id = await self._library.stores(), call.path_part(PATH)
+        await stores.delete(call.tenant, id)
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
     async def add(self, call: HTTPCall, service: Service) -> None:
@@ -190,8 +190,8 @@ class CollectionRoutes:
 
     async def delete_document(self, call: HTTPCall, service: Service) -> None:
         """Delete a document. Answered when its text is overwritten on the disk."""
-        store, id = (await self._library.open()).store, _document_of(call)
-        await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, call.path_part(PATH)), id))
+        collections, id = await self._library.open(), _document_of(call)
+        await collections.remove(call.tenant, call.path_part(PATH), id)
         await call.json({"id": id, "object": "collection.document.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:

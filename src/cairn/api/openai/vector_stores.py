@@ -124,8 +124,8 @@ class VectorStoreRoutes:
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """Delete a vector store. Answered when its text is overwritten on the disk; files stay."""
-        collections, id = await self._library.open(), call.path_part(PATH)
-        await asyncio.to_thread(collections.store.delete, call.tenant, id)
+        stores, id = await self._library.stores(), call.path_part(PATH)
+        await stores.delete(call.tenant, id)
         await call.json({"id": id, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:

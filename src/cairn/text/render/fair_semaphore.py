@@ -116,6 +116,18 @@ class FairSemaphore:
         except TimeoutError:
             raise DeadlineExceeded(f"the request reached its time limit while it waited for {self._what}") from None
 
+    async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """Run `work(*args, **more)` in a thread while holding a slot.
+
+        Raise DeadlineExceeded if there is none before the call's deadline. The slot is released when the work ends,
+        even if the caller is cancelled earlier: a thread cannot be stopped.
+        """
+        await self.take_in_time(share)
+        began = time.monotonic()
+        done = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
+        done.add_done_callback(lambda _: self.give(share, time.monotonic() - began))
+        return await asyncio.shield(done)
+
     def _grant(self, share: str) -> None:
         self._free -= 1
         self._held[share] += 1
@@ -132,12 +144,5 @@ class LongTexts:
         self._slots = FairSemaphore(AT_ONCE, each=1, what="the threads that read long texts")
 
     async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Run `work(*args, **more)` in a thread when the tenant gets a slot.
-
-        Raise DeadlineExceeded if it gets none before the call's deadline. The slot is released when the work ends, even
-        if the caller is cancelled earlier: a thread cannot be stopped.
-        """
-        await self._slots.take_in_time(share)
-        done = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
-        done.add_done_callback(lambda _: self._slots.give(share, 0.0))
-        return await asyncio.shield(done)
+        """Run `work(*args, **more)` as `FairSemaphore.run` does, when the tenant gets a slot."""
+        return await self._slots.run(share, work, *args, **more)
