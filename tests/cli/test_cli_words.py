@@ -386,6 +386,43 @@ def test_rm_removes_a_file_from_every_commit_that_has_it(elsewhere):  # noqa: F8
     assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"] and not old.exists()
 
 
+def pulled(place: Path, name: str, content: str) -> None:
+    """Add a file to a repository, as a pull does."""
+    (place / "blobs" / f"blob-{content}").write_text(content)
+    (place / "snapshots" / ("a" * 40) / f"{name}.gguf").symlink_to(f"../../blobs/blob-{content}")
+
+
+def test_rm_leaves_what_was_pulled_after_the_question(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "four"})
+    planned = plan("org/name:Q4_0")
+    pulled(place, "m-Q8_0", "eight")
+    remove(planned)
+    assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"]
+
+
+def test_rm_removes_nothing_if_the_files_have_changed_after_the_question(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "four"})
+    planned = plan("org/name:Q4_0")
+    pulled(place, "n-Q5_0", "four")  # the same bytes under another name
+    before = left(place)
+    with pytest.raises(ModelError, match="files of org/name:m-Q4_0 have changed meanwhile; nothing was removed"):
+        remove(planned)
+    assert left(place) == before
+    remove(plan("org/name:Q4_0"))
+    assert left(place) == ["blobs/blob-four", "n-Q5_0.gguf"]
+
+
+def test_rm_of_a_tag_leaves_an_interrupted_download_of_another(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "four"})
+    (place / "blobs" / "other.incomplete").write_text("half")
+    planned = plan("org/name:Q4_0")
+    assert planned.bytes == len("four")
+    remove(planned)
+    assert left(place) == ["blobs/other.incomplete"]
+    remove(plan("org/name"))
+    assert not place.exists()
+
+
 def test_a_tag_without_files_removes_nothing(elsewhere, monkeypatch):  # noqa: F811
     """Such as a tag whose files another program has removed meanwhile."""
     place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})

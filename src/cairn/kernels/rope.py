@@ -41,7 +41,8 @@ def _llama3(plain: Floats, scaling: RopeScaling) -> Floats:
     """Slow long waves by `factor`, keep short ones, and blend those between by how often they turn."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_context * plain.astype(np.float64) / (2 * math.pi)
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # Equal factors, as Llama 4 has them, leave nothing between: a step instead of a slope.
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0) if low < high else (turns > low).astype(np.float64)
     blended: Floats = ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32)
     return blended
 

@@ -25,6 +25,10 @@ INDEX = "model.safetensors.index.json"
 """Weights in one file, or an index of several."""
 MODULES = "modules.json"
 """File that marks a folder as an embedding model."""
+NESTED = re.compile(
+    r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)|additional_chat_templates/[A-Za-z0-9._-]{1,128}\.jinja"
+)
+"""Files in subfolders that belong to a model: modules after a transformer (1_Pooling, 2_Dense), and chat templates."""
 
 MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from cairn.models.adapters.merge import merge
@@ -16,6 +17,7 @@ from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
 from tests.adapter_files import pairs, random_peft, write_peft
+from tests.encoders import write_modules
 from tests.tiny_models import BFLOAT16, MODELS, write_model
 
 
@@ -58,6 +60,22 @@ def test_the_base_s_numbers_and_files_are_kept(tmp_path: Path) -> None:
     assert names == {*homes.values(), "config.json", "tokenizer.json", "model.safetensors.index.json"}
     weights = open_weights(tmp_path / "merged", load_spec(tmp_path / "merged", identify=False))
     assert {str(weight.dtype) for weight in weights.values()} == {"float16"}
+
+
+def test_the_modules_and_templates_of_the_base_are_kept(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    dense = torch.nn.Linear(48, 24, bias=False)
+    write_modules(base, "last", [(dense,)])
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (base / "onnx").mkdir()
+    (base / "onnx" / "config.json").write_text("{}")
+    merge(base, random_peft(tmp_path / "adapter", base, 1), tmp_path / "merged")
+    before, after = (load_spec(folder, identify=False).embedding for folder in (base, tmp_path / "merged"))
+    assert before is not None and before.dense and before == after
+    for name in ("2_Dense/model.safetensors", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
+    assert not (tmp_path / "merged" / "onnx").exists()
 
 
 def test_nothing_is_left_of_a_merge_that_fails(tmp_path: Path) -> None:

@@ -95,6 +95,24 @@ def test_invalid_input_is_named_in_the_error(name: str, fields: dict[str, Any], 
     assert str(folder / name) in str(caught.value)
 
 
+def test_lowercasing_is_left_to_the_tokenizer(folder: Path) -> None:
+    """Published models name do_lower_case beside a tokenizer that does it."""
+    change(folder / "sentence_bert_config.json", do_lower_case=False)
+    load_spec(folder)
+    change(folder / "sentence_bert_config.json", do_lower_case=True, max_seq_length=128)
+    bert, plain = ({"type": "BertNormalizer", "lowercase": flag} for flag in (True, False))
+    for does in (bert, {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}):
+        change(folder / "tokenizer.json", normalizer=does)
+        assert load_spec(folder).longest_text == 128
+    for does_not in (None, plain, {"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}, plain]}):
+        change(folder / "tokenizer.json", normalizer=does_not)
+        with pytest.raises(ModelError, match=r"sentence_bert_config\.json: do_lower_case is not supported where"):
+            load_spec(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        load_spec(folder)
+
+
 @pytest.mark.parametrize(
     ("modules", "said"),
     [

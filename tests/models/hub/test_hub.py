@@ -19,6 +19,7 @@ import pytest
 from cairn.models import files
 from cairn.models.files import shards
 from cairn.models.hub import download, hub, install, snapshots
+from cairn.text.chat.templates import load_templates
 from cairn.types.errors import ModelError, ModelFileError
 
 COMMIT = "a" * 40
@@ -59,6 +60,8 @@ class FakeHub:
         self.token = ""
         self.stateless = False
         """Whether it sends no checksums, as some mirrors."""
+        self.unstated: set[str] = set()
+        """Files without one."""
         self.status: tuple[int, str] | None = None
         self.served: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
@@ -160,7 +163,7 @@ class FakeHub:
         siblings = []
         for name, data in self.files.items():
             entry = {"rfilename": name, "size": len(data)}
-            if self.stateless:
+            if self.stateless or name in self.unstated:
                 siblings.append({"rfilename": name})
                 continue
             if name.endswith((".safetensors", ".bin", ".gguf")):
@@ -230,6 +233,24 @@ def test_modules_after_a_transformer_are_pulled_with_it(remote, env):
     folder = hub.pull("org/m", env=env)
     assert all((folder / name).read_bytes() == remote.files[name] for name in wanted)
     assert not any((folder / name).exists() for name in other)
+
+
+def test_named_chat_templates_are_pulled_with_their_model(remote, env):
+    places = [f"additional_chat_templates/{name}" for name in ("tool_use.jinja", "rag-2.jinja", "code.py", "a/b.jinja")]
+    remote.files |= {name: b"{{ messages }}" + name.encode() for name in places}
+    folder = hub.pull("org/m", env=env)
+    assert load_templates(folder) == {
+        "default": "x",
+        **{name: "{{ messages }}" + f"additional_chat_templates/{name}.jinja" for name in ("tool_use", "rag-2")},
+    }
+    assert not any((folder / name).exists() for name in places[2:])
+    remote.stated[places[0]] = "0" * 40
+    shutil.rmtree(env["HF_HOME"])
+    with pytest.raises(ModelFileError, match=r"tool_use\.jinja of org/m has checksum"):
+        hub.pull("org/m", env=env)
+    remote.unstated = {places[0]}
+    with pytest.raises(ModelFileError, match=r"states no checksum of additional_chat_templates/tool_use\.jinja"):
+        hub.pull("org/m", env=env)
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(remote, env):

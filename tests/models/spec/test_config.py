@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import transformers
 
 from cairn.models.families.families import ENCODERS, FAMILIES
 from cairn.models.spec.config import load_spec
 from cairn.models.spec.generation_config import generation_fault
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import CacheGroup, RopeScaling
-from tests.tiny_models import MODELS, load, write_config, write_model
+from tests.tiny_models import LLAMA3, MODELS, load, write_config, write_model
 
 
 def put(folder: Path, name: str, value: Any) -> Path:
@@ -117,6 +118,16 @@ def test_rope_scaling_in_both_spellings(tmp_path: Path) -> None:
     assert spec.context == 2048
     plain = load_spec(write_config(tmp_path / "plain", "LlamaForCausalLM", rope_scaling=None))
     assert plain.rope_scaling == RopeScaling() and plain.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("fields", [{}, {"no_rope_layer_interval": 4}])
+def test_an_empty_list_of_layers_without_positions_means_the_pattern(fields: dict[str, Any], tmp_path: Path) -> None:
+    """As published Llama 4 models have it."""
+    fields = MODELS["llama 4"] | {"num_hidden_layers": 8, "no_rope_layers": []} | fields
+    spec = load_spec(write_config(tmp_path, **fields))
+    flags = transformers.AutoConfig.from_pretrained(tmp_path).no_rope_layers
+    assert spec.unturned == tuple(layer for layer, turned in enumerate(flags) if not turned)
+    assert len(spec.unturned) == 2
 
 
 def test_eos_is_what_all_files_say_together(tmp_path: Path) -> None:
@@ -223,6 +234,7 @@ def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling.factor"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "nothing"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.5}}, ["low_freq_factor", "at most high_freq_factor (4)"]),
         ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_theta", "more than 1"]),
         ({"rope_scaling": YARN | {"beta_fast": 1e-320}}, ["rope_scaling.beta_fast", "0, or a number from 1e-06"]),
         ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, ["rope_scaling.beta_slow", "0, or a number from 1e-06"]),

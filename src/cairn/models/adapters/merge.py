@@ -17,7 +17,7 @@ from cairn.models.adapters.adapter import AdapterWeights, LowRankWeight
 from cairn.models.adapters.read_adapter import read_adapter
 from cairn.models.families.families import AHEAD, FAMILIES
 from cairn.models.families.tensor_names import own_tensors
-from cairn.models.files import INDEX, is_gguf, read_json
+from cairn.models.files import INDEX, NESTED, is_gguf, read_json
 from cairn.models.safetensors.weights import DTYPES, open_tensors, own_name, stored_scheme, weight_files
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
@@ -148,11 +148,16 @@ def _merged(
 
 
 def _copy_others(base: Path, out: Path, number: Number) -> None:
-    """Copy what lies beside the weights, with the numbers' name in config.json."""
+    """Copy what lies beside the weights and in subfolders, with the numbers' name in config.json."""
     for path in base.iterdir():
         plain = path.is_file() and not path.name.startswith(("adapter_", ".")) and path.suffix not in _NOT_COPIED
         if plain and path.name not in ("config.json", INDEX) and path.stat().st_size <= _MOST_COPIED:
             shutil.copyfile(path, out / path.name)
+    for path in base.glob("*/*"):
+        name = path.relative_to(base).as_posix()
+        if NESTED.fullmatch(name) and path.is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, out / name)
     named = {"BF16": "bfloat16", "F16": "float16"}[number]
     config = read_json(base / "config.json")
     config |= {key: named for key in ("torch_dtype", "dtype") if key in config}

@@ -10,7 +10,18 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from cairn.models.files import MAX_JSON_BYTES, MODULES, Fields, read_json, read_optional_json, read_small
+import msgspec
+
+from cairn.models.files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    MODULES,
+    Fields,
+    parse_object,
+    read_json,
+    read_optional_json,
+    read_small,
+)
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB, Dense, Embedding, JudgeSpec, Pooling
 
@@ -45,17 +56,47 @@ def embedding_of(folder: Path) -> Embedding | None:
         raise ModelError(f"{path}: names no Pooling: vectors of single tokens are not supported")
     if kinds != sorted(kinds, key=_KNOWN.index) or kinds.count("Transformer") != 1:
         raise ModelError(f"{path}: the modules {', '.join(kinds)[:200]} must be in the order {', '.join(_KNOWN)}")
-    where = folder / "sentence_bert_config.json"
-    fields = Fields(read_optional_json(where), where)
-    longest = fields.integer("max_seq_length", 1, MAX_CONTEXT) if fields.has("max_seq_length") else None
     prompts, prompt = _prompts(folder / "config_sentence_transformers.json")
     return Embedding(
         pooling=_pooling(folder / modules[1][1] / "config.json", bool(prompts)),
-        max_tokens=longest,
+        max_tokens=_longest(folder),
         prompts=prompts,
         prompt=prompt,
         dense=tuple(_dense(folder, place) for kind, place in modules if kind == "Dense"),
     )
+
+
+def _longest(folder: Path) -> int | None:
+    """Return the most tokens of a text; None if sentence_bert_config.json does not say."""
+    path = folder / "sentence_bert_config.json"
+    fields = Fields(read_optional_json(path), path)
+    if fields.flag("do_lower_case", False) and not _lowercases(folder / "tokenizer.json"):
+        raise ModelError(f"{path}: do_lower_case is not supported where tokenizer.json does not lowercase by itself")
+    return fields.integer("max_seq_length", 1, MAX_CONTEXT) if fields.has("max_seq_length") else None
+
+
+class _Tokenizer(msgspec.Struct):
+    """The part of a tokenizer.json that may lowercase; the others may be too large for `read_json`."""
+
+    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _lowercases(path: Path) -> bool:
+    """Return whether a tokenizer.json lowercases every text."""
+    try:
+        part = bytes(msgspec.json.decode(read_small(path, MAX_TOKENIZER_BYTES, path.name), type=_Tokenizer).normalizer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+    waiting: list[Any] = [] if part == b"null" else [parse_object(part, path)]
+    while waiting:
+        step = waiting.pop()
+        if not isinstance(step, dict):
+            continue
+        kind, parts = step.get("type"), step.get("normalizers")
+        if kind == "Lowercase" or (kind == "BertNormalizer" and step.get("lowercase") is True):
+            return True
+        waiting += parts if isinstance(parts, list) else []
+    return False
 
 
 def judge_of(folder: Path) -> JudgeSpec | None:

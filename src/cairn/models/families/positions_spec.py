@@ -79,7 +79,7 @@ def stretched(config: Fields, family: Family) -> float:
 def unturned(config: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers without positions: those listed with 0, or every n-th."""
     flags = config.values.get("no_rope_layers")
-    if flags is None:
+    if flags in (None, []):  # both mean the pattern to transformers' Llama 4
         interval = config.integer("no_rope_layer_interval", 1, 1 << 12, 4)
         flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if not isinstance(flags, list) or len(flags) != layers or any(one not in (0, 1) for one in flags):
@@ -206,8 +206,8 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
     )
     if kind == "yarn" and theta <= 1:
         raise config.error("rope_theta", "more than 1 for yarn")
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
+    if scaling.low_freq_factor > scaling.high_freq_factor:
+        raise rope.error("low_freq_factor", f"at most high_freq_factor ({scaling.high_freq_factor:g})")
     # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.
     scaled = trained if kind == "llama3" else max(trained, math.floor(original * factor))
     return scaling, theta, min(scaled, MAX_CONTEXT)

@@ -2,7 +2,7 @@
 
 Downloads use the cache layout of the hub's other tools (`models--org--name/{blobs,refs,snapshots}` below HF_HUB_CACHE
 or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified. Only data is
-fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation. Never
+fetched: safetensors, JSON and the chat templates, or with org/name:TYPE the GGUF files of one quantisation. Never
 pickles (.bin, .pt), never code. Models with a short name come from the Python registry instead: see `known`.
 """
 

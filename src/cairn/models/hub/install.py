@@ -1,6 +1,6 @@
 """Installs the files of a pull: fetched, verified, and only then put in place.
 
-Only data: safetensors, JSON and the chat template, or GGUF. Never pickles (.bin, .pt), never code.
+Only data: safetensors, JSON and the chat templates, or GGUF. Never pickles (.bin, .pt), never code.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.models.files import INDEX, MAX_JSON_BYTES, MODULES, WEIGHTS
+from cairn.models.files import INDEX, MAX_JSON_BYTES, MODULES, NESTED, WEIGHTS
 from cairn.models.hub.snapshots import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.hub.variants import tags, variants
 from cairn.types.errors import ModelError, ModelFileError
@@ -38,8 +37,6 @@ USEFUL = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-_MODULE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
-"""Files of the modules after a transformer: 1_Pooling, 2_Dense."""
 
 Allow = Callable[[int], None]
 """Gets the bytes of a model before any of them is fetched, and may raise."""
@@ -52,7 +49,8 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     found = variants(listed.names)
     if found and not any(name.endswith(".safetensors") for name in listed.names):
         raise ModelError(f"{model} has only GGUF on the hub: add one of {tags(found)}, as in {model}:{tags(found[:1])}")
-    hub.check_stated(listed, (*NEEDED, *USEFUL, INDEX))
+    nested = [name for name in listed.names if NESTED.fullmatch(name)]
+    hub.check_stated(listed, (*NEEDED, *USEFUL, INDEX, *nested))
     for name in NEEDED:
         if name not in listing:
             raise ModelFileError(f"{model} has no {name} on the hub, so Cairn cannot serve it")
@@ -61,8 +59,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
             most = MAX_JSON_BYTES >> 20
             raise ModelFileError(f"{name} of {model}: larger than {most} MiB, the limit for a JSON file")
     blobs = repository / "blobs"
-    small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
-    small += [file for name, file in listing.items() if _MODULE.fullmatch(name)]
+    small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX, *nested) if name in listing]
     if INDEX in listing:
         hub.fetch(commit, listing[INDEX], blobs / listing[INDEX].digest, lambda _: None)
     snapshot = _fetch(hub, commit, repository, small + _weights(hub, listed, blobs), progress, allow)

@@ -15,6 +15,7 @@ from pathlib import Path
 from cairn.models.hub.addresses import known
 from cairn.models.hub.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.hub.install import locked
+from cairn.models.hub.snapshots import parted
 from cairn.models.hub.variants import Variant, gguf_names, variants
 from cairn.types.errors import ModelError
 
@@ -30,7 +31,7 @@ class Removal:
     whole: bool = False
     """Whether the whole repository is removed, or only `links` and `blobs`."""
     links: tuple[Path, ...] = ()
-    """Names in the snapshots."""
+    """Names of a tag's files in the snapshots; for a whole download without a tag none are listed."""
     blobs: tuple[Path, ...] = ()
 
 
@@ -50,33 +51,45 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
     try:
         if not repository.is_dir():
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
-        if not tag:
-            return Removal(name, repository, _size(repository), whole=True)
-        chosen = select(f"{name}:{tag}", repository)
-        model = f"{name}:{chosen.path}"
-        links = tuple(_links(chosen, repository))
-        if not links:
-            raise ModelError(f"{model} is not downloaded; cairn list shows what is")
-        rest = [path for path in _files(repository / "snapshots") if path not in links]
-        if not rest:
-            return Removal(model, repository, _size(repository), whole=True)
-        blobs = tuple(_unnamed(repository / "blobs", links, rest))
-        size = sum(blob.stat().st_size for blob in blobs)
-        return Removal(model, repository, size, links=links, blobs=blobs)
+        return _planned(name, tag, repository)
     except OSError as error:
         raise _refused(model, error) from error
 
 
+def _planned(name: str, tag: str, repository: Path) -> Removal:
+    """Return what removing a tag, or with "" the whole download, would remove now."""
+    if not tag:
+        return Removal(name, repository, _size(repository), whole=True)
+    chosen = select(f"{name}:{tag}", repository)
+    model = f"{name}:{chosen.path}"
+    links = tuple(_links(chosen, repository))
+    if not links:
+        raise ModelError(f"{model} is not downloaded; cairn list shows what is")
+    rest = [path for path in _files(repository / "snapshots") if path not in links]
+    blobs = tuple(_unnamed(repository / "blobs", links, rest))
+    # A blob without a name may be a part of another model, whose download was interrupted.
+    whole = not rest and len(blobs) == len(_files(repository / "blobs"))
+    size = _size(repository) if whole else sum(blob.stat().st_size for blob in blobs)
+    return Removal(model, repository, size, whole=whole, links=links, blobs=blobs)
+
+
 def remove(removal: Removal) -> None:
-    """Carry out the removal; raise ModelError if the model is being downloaded or the system refuses."""
+    """Carry out the removal.
+
+    Raise ModelError if the model is being downloaded, its files are no longer those of the plan, or the system refuses.
+    """
     try:
         with locked(removal.repository, removal.name):
-            if removal.whole:
-                shutil.rmtree(removal.repository)
+            # Another model may have been downloaded since the plan, or this one again.
+            now = _planned(*parted(removal.name), removal.repository)
+            if (set(now.links), set(now.blobs)) != (set(removal.links), set(removal.blobs)):
+                raise ModelError(f"the files of {removal.name} have changed meanwhile; nothing was removed, try again")
+            if now.whole:
+                shutil.rmtree(now.repository)
                 return
-            for path in (*removal.links, *removal.blobs):
+            for path in (*now.links, *now.blobs):
                 path.unlink(missing_ok=True)
-            for link in removal.links:
+            for link in now.links:
                 with suppress(OSError):  # other files are still in it
                     link.parent.rmdir()
     except OSError as error:
