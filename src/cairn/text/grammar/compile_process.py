@@ -82,8 +82,9 @@ class CompileServer:
             os.kill(child, signal.SIGKILL)
         data = self._read_whole(reading)
         os.close(reading)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        self._child = 0  # before its pid is free, so that a signal never kills a process that is gone, or another's
         _, status = os.waitpid(child, 0)
-        self._child = 0
         seconds = _children() - used
         if os.WIFSIGNALED(status):
             ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")
