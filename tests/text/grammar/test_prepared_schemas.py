@@ -220,6 +220,21 @@ def test_whole_numbers_beyond_2_53_that_are_listed_are_exact(schema: Any, good: 
             assert all(int(one) in (BIG, BIG) for one in re.findall(r"\d{19}", said)), said
 
 
+@pytest.mark.parametrize("names", ["nb", "bn"])
+def test_numbers_beyond_2_53_are_exact_in_schemas_that_refer_to_each_other(names: str) -> None:
+    a = {"n": {"const": BIG}, "b": {"$ref": "#/$defs/B"}}
+    defs = {
+        "A": {"type": "object", "properties": {name: a[name] for name in names}, "required": ["n"]},
+        "B": {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}},
+    }
+
+    def value(n: int) -> dict[str, Any]:
+        within = {"n": BIG, "b": {"a": {"n": n}}}
+        return {name: within[name] for name in names}
+
+    takes({"$ref": "#/$defs/A", "$defs": defs}, [value(BIG)], [value(int(float(BIG)))])
+
+
 def test_a_number_beyond_2_53_outside_the_grammar_is_reported() -> None:
     with pytest.raises(GrammarError, match="beyond 2\\^53 cannot be enforced beside"):
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})

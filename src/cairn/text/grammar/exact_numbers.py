@@ -80,22 +80,16 @@ class _ExactWriter:
     def __init__(self, root: Any, rules: Rules) -> None:
         self._root, self._rules = root, rules
         self._written: dict[str, str] = {}
-        self._known: dict[str, bool] = {}
+        self._long = _long_parts(root)
         self._shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
     def needs(self, schema: Any) -> bool:
         """Return whether a schema, or one that it refers to, lists a number beyond 2^53."""
         if not isinstance(schema, Mapping):
             return False
-        if _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum")):
+        if id(schema) in self._long or _lists_long(schema):
             return True
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in self._known:
-            self._known[reference] = False  # until it is known, in case it refers to itself
-            self._known[reference] = self.needs(resolved(self._root, reference))
-        if isinstance(reference, str) and self._known[reference]:
-            return True
-        return any(map(self.needs, _parts_of(schema)))
+        return any(id(one) in self._long for one in _next_parts(self._root, schema))  # of a part made here
 
     def of(self, schema: Any) -> str:
         """Return the expression of a schema."""
@@ -222,6 +216,43 @@ def _parts_of(schema: Mapping[str, Any]) -> list[Any]:
     for key in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
         found += schema[key] if isinstance(schema.get(key), list) else []
     return [*found, *(schema.get(key) for key in ("items", "additionalProperties"))]
+
+
+def _next_parts(root: Any, schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a schema's own parts and the part of `root` that it refers to."""
+    reference = schema.get("$ref")
+    found = [*_parts_of(schema), resolved(root, reference) if isinstance(reference, str) else None]
+    return [one for one in found if isinstance(one, Mapping)]
+
+
+def _long_parts(root: Any) -> set[int]:
+    """Return the `id` of each part of a schema that lists a number beyond 2^53, or contains or refers to one that does.
+
+    Parts may refer to each other, so each is visited once, and then what leads to such a number is followed backwards.
+    """
+    waiting = [root] if isinstance(root, Mapping) else []
+    seen = set(map(id, waiting))
+    leading: dict[int, list[int]] = {}
+    found: list[int] = []
+    while waiting:
+        part = waiting.pop()
+        if _lists_long(part):
+            found.append(id(part))
+        for one in _next_parts(root, part):
+            leading.setdefault(id(one), []).append(id(part))
+            if id(one) not in seen:
+                seen.add(id(one))
+                waiting.append(one)
+    known = set(found)
+    while found:
+        more = set(leading.get(found.pop(), ())) - known
+        known |= more
+        found += more
+    return known
+
+
+def _lists_long(schema: Mapping[str, Any]) -> bool:
+    return _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum"))
 
 
 def _is_beyond(value: Any) -> bool:
