@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.text.grammar.lark import BLANKS, json_part, literal
+from cairn.text.grammar.lark import BLANKS, MAX_GRAMMAR, json_part, literal
 from cairn.text.grammar.prepare_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.references import resolved
 
@@ -66,7 +66,8 @@ def is_exact(schema: Any) -> bool:
 def expression(schema: Any, rules: Rules) -> str:
     """Return the Lark expression of a schema's JSON.
 
-    Raises SchemaError if a number beyond 2^53 is in a place that these rules do not support.
+    Raises SchemaError if a number beyond 2^53 is in a place that these rules do not support, or makes the grammar too
+    long.
     """
     written = json_part(schema)
     if not _LONG.search(written):
@@ -80,6 +81,10 @@ class _ExactWriter:
     def __init__(self, root: Any, rules: Rules) -> None:
         self._root, self._rules = root, rules
         self._written: dict[str, str] = {}
+        self._given: dict[str, str] = {}
+        """JSON of a part that refers to others -> its rule."""
+        self._inline = self._ruled = 0
+        """Characters of the parts and of the rules so far."""
         self._long = _long_parts(root)
         self._shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
@@ -94,8 +99,7 @@ class _ExactWriter:
     def of(self, schema: Any) -> str:
         """Return the expression of a schema."""
         if not self.needs(schema):
-            shared = self._shared if isinstance(schema, dict) and "$ref" in json.dumps(schema) else {}
-            return json_part({**shared, **schema} if isinstance(schema, dict) else schema)
+            return self._as_given(schema)
         _check_shape(schema)
         said = schema.keys() - _NOT_CONSTRAINING
         if "const" in said or "enum" in said:
@@ -105,11 +109,11 @@ class _ExactWriter:
         for key in ("anyOf", "oneOf", "allOf"):
             if said == {key} and (key != "allOf" or len(schema[key]) == 1):
                 return "(" + " | ".join(map(self.of, schema[key])) + ")"
-        kinds = kinds_of(schema)
+        kinds = _distinct(kinds_of(schema))
         if len(kinds) > 1:
             return "(" + " | ".join(self.of({**schema, "type": one}) for one in kinds) + ")"
         if kinds and kinds[0] not in ("object", "array"):
-            return json_part({"type": kinds[0]})
+            return self._counted(json_part({"type": kinds[0]}))
         if (kinds == ["object"] or (not kinds and "properties" in said)) and said <= _OBJECT:
             return self._object(schema)
         if (kinds == ["array"] or not kinds) and said <= _ARRAY:
@@ -119,13 +123,42 @@ class _ExactWriter:
     def _reference(self, reference: str) -> str:
         if reference not in self._written:
             name = self._written[reference] = self._rules.new("ref")  # named first: it may refer to itself
-            self._rules.rule(name, self.of(resolved(self._root, reference)))
+            self._rule(name, self.of(resolved(self._root, reference)))
         return self._written[reference]
+
+    def _as_given(self, schema: Any) -> str:
+        """Return the expression of a part without such numbers.
+
+        If it refers to others, all definitions come with it, so equal parts share a rule.
+        """
+        text = json.dumps(schema)
+        if not isinstance(schema, dict) or "$ref" not in text:
+            return self._counted(json_part(schema))
+        if text not in self._given:
+            self._given[text] = self._named("part", json_part({**self._shared, **schema}))
+        return self._given[text]
 
     def _named(self, kind: str, body: str) -> str:
         name = self._rules.new(kind)
-        self._rules.rule(name, body)
+        self._rule(name, body)
         return name
+
+    def _rule(self, name: str, body: str) -> None:
+        self._ruled += len(name) + len(body)
+        self._check_size()
+        self._rules.rule(name, body)
+
+    def _counted(self, written: str) -> str:
+        """Return a part after counting it: many parts are written before they join a rule."""
+        self._inline += len(written)
+        self._check_size()
+        return written
+
+    def _check_size(self) -> None:
+        if max(self._inline, self._ruled) > MAX_GRAMMAR:
+            raise SchemaError(
+                f"with a whole number beyond 2^53 it makes a grammar of more than {MAX_GRAMMAR} characters, the limit"
+            )
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> str:
         """Return the expression of the listed values that have one of the schema's types."""
@@ -138,7 +171,7 @@ class _ExactWriter:
             values = [one for one in values if one == schema["const"]]
         if not values:
             raise SchemaError("Unsatisfiable schema: none of the values that enum lists is of the type")
-        return "(" + " | ".join(map(_literal, values)) + ")"
+        return self._counted("(" + " | ".join(map(_literal, values)) + ")")
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         known = schema.get("properties", {})
@@ -249,6 +282,10 @@ def _long_parts(root: Any) -> set[int]:
         known |= more
         found += more
     return known
+
+
+def _distinct(kinds: list[Any]) -> list[Any]:
+    return list({json.dumps(one): one for one in kinds}.values())
 
 
 def _lists_long(schema: Mapping[str, Any]) -> bool:
