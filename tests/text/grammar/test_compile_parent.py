@@ -163,6 +163,32 @@ def test_a_signal_that_interrupts_no_call_stops_a_compilation() -> None:
     assert subprocess.run(script, capture_output=True, text=True, timeout=60, check=True).stdout == "memory True\n"
 
 
+LATE = """
+import os, signal
+from cairn.text.grammar import compile_process
+from cairn.text.grammar.compile_wire import Compile, GrammarVerdict
+
+def waitpid(*given, wait=os.waitpid):
+    found = wait(*given)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return found
+
+os.waitpid = waitpid
+compile_process._verdict = lambda *_: GrammarVerdict()
+server = compile_process.CompileServer()
+server.heed_signals()
+server._tokenizers[()] = None
+print(repr(server._compiled(Compile(vocab=(), text="a")).ended), server._given_up)
+"""
+"""Gives a grammar up just after its process has ended and its pid is free."""
+
+
+def test_a_signal_after_a_compilation_kills_no_process_that_is_gone() -> None:
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", LATE]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("'' True\n", "")
+
+
 async def test_a_tenants_turn_comes_after_one_grammar_of_each_other(helper: GrammarHelper) -> None:
     await helper.compile(regex("a"), "x", "a")
     order: list[str] = []

@@ -55,6 +55,9 @@ SIGN.2: "+" | "-"
         ('start: "a".."c" | /[x-z]+/i ["!"]\n', ["a", "c", "XyZ!", "x"], ["d", "a!", "", "ab"]),
         ('start: A*\nA: "(" B ")"\nB: | "b"\n', ["", "()", "(b)()"], ["(", "bb"]),
         ('start: "a/b\\n" /\\/x|y/\n', ["a/b\n/x", "a/b\ny"], ["a/by", "a/b\nx"]),
+        (r'start: "\u00e9\x41\U0001F600\ud83d\ude01"', ["éA😀😁"], ["u00e9x41U0001F600ud83dude01"]),
+        (r'start: "\b\f\x00\x7f\u2028\"\\\/"', ['\b\f\0\x7f\u2028"\\/'], ['bf\0\x7f\u2028"\\/']),
+        (r'start: "\x00".."\x1f" | "\u00E9"i', ["\0", "\x0b", "\x1f", "é", "É"], [" ", "x", "u"]),
     ],
 )
 def test_a_grammar_without_recursion_is_a_pattern(grammar: str, good: list[str], bad: list[str]) -> None:
@@ -79,6 +82,11 @@ def test_a_grammar_without_recursion_is_a_pattern(grammar: str, good: list[str],
         ("%import other.X\n", "not common"),
         ("%import common.NOTHING\n", "not known here"),
         ('start: "x"\nstart: "y"\n', "twice"),
+        (r'start: "\d"', r"has the escape '\\d',"),
+        (r'start: "a\x4"', r"has the escape '\\x',"),
+        (r'start: "\U00110000"', r"has the escape '\\U00110000',"),
+        (r'start: "\ud800"', "half a surrogate"),
+        ('start: "\\\ud800"', r"has the escape '\\\ud800',"),
         ("start: " + "(" * 500 + '"x"' + ")" * 500 + "\n", "nested too deeply"),
         ("start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(40)) + 'a40: "x"\n', "more than 8192"),
         ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(400)) + 'r400: "x"\n', "nested too deeply"),
@@ -87,6 +95,17 @@ def test_a_grammar_without_recursion_is_a_pattern(grammar: str, good: list[str],
 def test_a_grammar_without_a_pattern_is_refused(grammar: str, why: str) -> None:
     with pytest.raises(NotRegular, match=re.escape(why)):
         pattern_of(grammar)
+
+
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
+def test_escapes_in_literals_are_those_of_llguidance_in_every_form(form: CallFormat) -> None:
+    said = "a\u00e9A\b\u2028\x0b/"
+    pattern = pattern_of(r'start: "a\u00e9\x41" "\b\u2028\x0b\/"')
+    text = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    held = checked(Shape(calls=lark_of_calls(form, [Offered("f", schema)], required=True, parallel=False)))
+    assert accepts(held, _call(form, {"f": said})), said
+    assert not accepts(held, _call(form, {"f": said.replace("\u00e9", "u00e9")}))
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
@@ -109,20 +128,19 @@ def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
 def _call(form: CallFormat, said: dict[str, str]) -> str:
     ((name, pattern),) = said.items()
     kind, begin, end = form.kind, form.begin, form.end
+    text = json.dumps(pattern, ensure_ascii=False)
     if kind == "object":
         head = form.head.replace("{index}", "0")
-        inner = f'{{{head}{json.dumps(name)}, "{form.arguments}": {json.dumps({"input": pattern})}}}'
+        inner = f'{{{head}{json.dumps(name)}, "{form.arguments}": {{"input": {text}}}}}'
         inner = f"[{inner}]" if form.listed else inner
     elif kind == "channel":
-        inner = (
-            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps({'input': pattern})}"
-        )
+        inner = f'<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{"input": {text}}}'
     elif kind == "python":
-        inner = f"[{name}(input={json.dumps(pattern)})]"
+        inner = f"[{name}(input={text})]"
     else:
         opened = form.open.replace("{name}", name).replace("{index}", "0")
         if kind == "named":
-            inner = json.dumps({"input": pattern})
+            inner = f'{{"input": {text}}}'
         else:
             inner = f"{form.key[0]}input{form.key[1]}{pattern}{form.value_end}"
         inner = opened + inner + form.close

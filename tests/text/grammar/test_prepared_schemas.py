@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from cairn.text.grammar.call_grammar import callable_tools
 from cairn.text.grammar.closed_objects import closed
+from cairn.text.grammar.exact_numbers import RuleList, expression
 from cairn.text.grammar.grammar import MAX_TEXT, GrammarError, Shape, Structure
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
 from cairn.text.grammar.prepare_schema import SchemaError, prepared
@@ -218,6 +220,64 @@ def test_whole_numbers_beyond_2_53_that_are_listed_are_exact(schema: Any, good: 
         said = walk(held(schema).text, random.Random(seed), most=300)
         if said is not None and str(BIG)[:12] in said:
             assert all(int(one) in (BIG, BIG) for one in re.findall(r"\d{19}", said)), said
+
+
+@pytest.mark.parametrize("names", ["nb", "bn"])
+def test_numbers_beyond_2_53_are_exact_in_schemas_that_refer_to_each_other(names: str) -> None:
+    a = {"n": {"const": BIG}, "b": {"$ref": "#/$defs/B"}}
+    defs = {
+        "A": {"type": "object", "properties": {name: a[name] for name in names}, "required": ["n"]},
+        "B": {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}},
+    }
+
+    def value(n: int) -> dict[str, Any]:
+        within = {"n": BIG, "b": {"a": {"n": n}}}
+        return {name: within[name] for name in names}
+
+    takes({"$ref": "#/$defs/A", "$defs": defs}, [value(BIG)], [value(int(float(BIG)))])
+
+
+def test_definitions_beside_a_number_beyond_2_53_are_written_once_for_equal_references() -> None:
+    defs = {"s": {"type": "string"}, **{f"k{at}": {"enum": ["v" * 90]} for at in range(500)}}
+    names = {f"p{at}": {"$ref": "#/$defs/s"} for at in range(100)}
+    grammar = held({"$defs": defs, "properties": {"id": {"const": BIG}, **names}}).text
+    assert grammar.count("k499") == 1
+    assert accepts(grammar, json.dumps({"id": BIG, "p0": "x", "p99": "y"}))
+    assert not accepts(grammar, json.dumps({"id": BIG, "p99": 5}))
+
+
+DEFINED = {f"k{at}": {"enum": ["v" * 90]} for at in range(200)}
+REFERRING = [{"$ref": f"#/$defs/{name}"} for name in DEFINED]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": DEFINED, "anyOf": [*REFERRING, {"const": BIG}]},
+        {"$defs": DEFINED, "properties": dict(enumerate(REFERRING)), "additionalProperties": {"const": BIG}},
+        {"anyOf": [*[True] * 16_000, {"const": BIG}]},
+    ],
+    ids=["choices", "properties", "anything"],
+)
+def test_a_number_beyond_2_53_makes_no_grammar_that_is_longer_than_the_limit(schema: Any) -> None:
+    """It is refused before it takes much memory."""
+    schema = json.loads(json.dumps(schema))
+    tracemalloc.start()
+    try:
+        with pytest.raises(SchemaError, match=f"makes a grammar of more than {4 * MAX_TEXT} characters"):
+            expression(schema, RuleList())
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_part_whose_type_is_listed_twice_is_written_once() -> None:
+    schema: Any = {"const": BIG}
+    for _ in range(10):
+        schema = {"type": ["array", "array"], "items": schema}
+    grammar = held(schema).text
+    assert grammar.count(str(BIG)) == 1
+    assert accepts(grammar, "[" * 10 + str(BIG) + "]" * 10)
 
 
 def test_a_number_beyond_2_53_outside_the_grammar_is_reported() -> None:

@@ -28,6 +28,14 @@ def test_calls_with_many_values() -> None:
     assert python_calls("[f(x=['a'" + ", 'a'" * 500) is None
 
 
+@pytest.mark.parametrize("said", [r"{x:{'\ud800é':1}}", r'{x:{"\ud800é":1}}', r'(x={"\ud800é": 1})'])
+def test_lone_surrogates_in_keys_are_written_as_escapes(said: str) -> None:
+    called = python_calls(f"[f{said}]") if said.startswith("(") else [brace_call(f"f{said}", MARK)]
+    (call,) = called or ()
+    assert call is not None and call.arguments.encode()
+    assert json.loads(call.arguments) == {"x": {"\ud800é": 1}}
+
+
 def test_long_texts_between_single_quotes() -> None:
     (call,) = python_calls(f"[f(path='a.txt', text='{LONG}')]") or ()
     assert json.loads(call.arguments) == {"path": "a.txt", "text": LONG.replace("\\", "")}

@@ -168,6 +168,17 @@ def test_a_truncated_call_does_not_finish_as_tool_calls(tokenizer: Tokenizer) ->
     assert calls_of(deltas)[0][2] == ARGUMENTS
 
 
+@pytest.mark.parametrize("more", ["", "<|tool_call_end|>", "<|tool_call_end|> STOP"])
+def test_a_call_dropped_after_a_stop_string_does_not_finish_as_tool_calls(more: str, tokenizer: Tokenizer) -> None:
+    """The text of a call that never closes is content, so the stop string in it ends the answer before the call."""
+    output = OutputFormat(tools=True, calls="lfm2", offered=(OfferedTool("f"),))
+    tokens = tokenizer.encode(f"<|tool_call_start|>[f( STOP <|tool_call_start|>[f()]{more}")
+    for rng in (None, random.Random(1)):
+        deltas, reason = run(TextStream(tokenizer, request(output=output, stop=("STOP",))), tokens, rng)
+        assert (text_of(deltas), calls_of(deltas)) == ("<|tool_call_start|>[f( ", [])
+        assert reason is FinishReason.STOP
+
+
 def test_a_malformed_call_is_content_unchanged(tokenizer: Tokenizer) -> None:
     """Known failure 24."""
     for text in ("<tool_call>{bad}</tool_call>", 'a\n<tool_call>\n{"name": 5}\n</tool_call>\n', "<tool_call>"):

@@ -82,8 +82,11 @@ class CompileServer:
             os.kill(child, signal.SIGKILL)
         data = self._read_whole(reading)
         os.close(reading)
+        # Until `_child` is cleared a signal would kill a process that is gone, or another that has got its pid.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         _, status = os.waitpid(child, 0)
         self._child = 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         seconds = _children() - used
         if os.WIFSIGNALED(status):
             ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.text.grammar.lark import BLANKS, json_part, literal
+from cairn.text.grammar.lark import BLANKS, MAX_GRAMMAR, json_part, literal
 from cairn.text.grammar.prepare_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.references import resolved
 
@@ -66,7 +66,8 @@ def is_exact(schema: Any) -> bool:
 def expression(schema: Any, rules: Rules) -> str:
     """Return the Lark expression of a schema's JSON.
 
-    Raises SchemaError if a number beyond 2^53 is in a place that these rules do not support.
+    Raises SchemaError if a number beyond 2^53 is in a place that these rules do not support, or makes the grammar too
+    long.
     """
     written = json_part(schema)
     if not _LONG.search(written):
@@ -80,28 +81,25 @@ class _ExactWriter:
     def __init__(self, root: Any, rules: Rules) -> None:
         self._root, self._rules = root, rules
         self._written: dict[str, str] = {}
-        self._known: dict[str, bool] = {}
+        self._given: dict[str, str] = {}
+        """JSON of a part that refers to others -> its rule."""
+        self._inline = self._ruled = 0
+        """Characters of the parts and of the rules so far."""
+        self._long = _long_parts(root)
         self._shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
     def needs(self, schema: Any) -> bool:
         """Return whether a schema, or one that it refers to, lists a number beyond 2^53."""
         if not isinstance(schema, Mapping):
             return False
-        if _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum")):
+        if id(schema) in self._long or _lists_long(schema):
             return True
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in self._known:
-            self._known[reference] = False  # until it is known, in case it refers to itself
-            self._known[reference] = self.needs(resolved(self._root, reference))
-        if isinstance(reference, str) and self._known[reference]:
-            return True
-        return any(map(self.needs, _parts_of(schema)))
+        return any(id(one) in self._long for one in _next_parts(self._root, schema))  # of a part made here
 
     def of(self, schema: Any) -> str:
         """Return the expression of a schema."""
         if not self.needs(schema):
-            shared = self._shared if isinstance(schema, dict) and "$ref" in json.dumps(schema) else {}
-            return json_part({**shared, **schema} if isinstance(schema, dict) else schema)
+            return self._as_given(schema)
         _check_shape(schema)
         said = schema.keys() - _NOT_CONSTRAINING
         if "const" in said or "enum" in said:
@@ -111,11 +109,11 @@ class _ExactWriter:
         for key in ("anyOf", "oneOf", "allOf"):
             if said == {key} and (key != "allOf" or len(schema[key]) == 1):
                 return "(" + " | ".join(map(self.of, schema[key])) + ")"
-        kinds = kinds_of(schema)
+        kinds = _distinct(kinds_of(schema))
         if len(kinds) > 1:
             return "(" + " | ".join(self.of({**schema, "type": one}) for one in kinds) + ")"
         if kinds and kinds[0] not in ("object", "array"):
-            return json_part({"type": kinds[0]})
+            return self._counted(json_part({"type": kinds[0]}))
         if (kinds == ["object"] or (not kinds and "properties" in said)) and said <= _OBJECT:
             return self._object(schema)
         if (kinds == ["array"] or not kinds) and said <= _ARRAY:
@@ -125,13 +123,42 @@ class _ExactWriter:
     def _reference(self, reference: str) -> str:
         if reference not in self._written:
             name = self._written[reference] = self._rules.new("ref")  # named first: it may refer to itself
-            self._rules.rule(name, self.of(resolved(self._root, reference)))
+            self._rule(name, self.of(resolved(self._root, reference)))
         return self._written[reference]
+
+    def _as_given(self, schema: Any) -> str:
+        """Return the expression of a part without such numbers.
+
+        If it refers to others, all definitions come with it, so equal parts share a rule.
+        """
+        text = json.dumps(schema)
+        if not isinstance(schema, dict) or "$ref" not in text:
+            return self._counted(json_part(schema))
+        if text not in self._given:
+            self._given[text] = self._named("part", json_part({**self._shared, **schema}))
+        return self._given[text]
 
     def _named(self, kind: str, body: str) -> str:
         name = self._rules.new(kind)
-        self._rules.rule(name, body)
+        self._rule(name, body)
         return name
+
+    def _rule(self, name: str, body: str) -> None:
+        self._ruled += len(name) + len(body)
+        self._check_size()
+        self._rules.rule(name, body)
+
+    def _counted(self, written: str) -> str:
+        """Return a part after counting it: many parts are written before they join a rule."""
+        self._inline += len(written)
+        self._check_size()
+        return written
+
+    def _check_size(self) -> None:
+        if max(self._inline, self._ruled) > MAX_GRAMMAR:
+            raise SchemaError(
+                f"with a whole number beyond 2^53 it makes a grammar of more than {MAX_GRAMMAR} characters, the limit"
+            )
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> str:
         """Return the expression of the listed values that have one of the schema's types."""
@@ -144,7 +171,7 @@ class _ExactWriter:
             values = [one for one in values if one == schema["const"]]
         if not values:
             raise SchemaError("Unsatisfiable schema: none of the values that enum lists is of the type")
-        return "(" + " | ".join(map(_literal, values)) + ")"
+        return self._counted("(" + " | ".join(map(_literal, values)) + ")")
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         known = schema.get("properties", {})
@@ -222,6 +249,47 @@ def _parts_of(schema: Mapping[str, Any]) -> list[Any]:
     for key in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
         found += schema[key] if isinstance(schema.get(key), list) else []
     return [*found, *(schema.get(key) for key in ("items", "additionalProperties"))]
+
+
+def _next_parts(root: Any, schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a schema's own parts and the part of `root` that it refers to."""
+    reference = schema.get("$ref")
+    found = [*_parts_of(schema), resolved(root, reference) if isinstance(reference, str) else None]
+    return [one for one in found if isinstance(one, Mapping)]
+
+
+def _long_parts(root: Any) -> set[int]:
+    """Return the `id` of each part of a schema that lists a number beyond 2^53, or contains or refers to one that does.
+
+    Parts may refer to each other, so each is visited once, and then what leads to such a number is followed backwards.
+    """
+    waiting = [root] if isinstance(root, Mapping) else []
+    seen = set(map(id, waiting))
+    leading: dict[int, list[int]] = {}
+    found: list[int] = []
+    while waiting:
+        part = waiting.pop()
+        if _lists_long(part):
+            found.append(id(part))
+        for one in _next_parts(root, part):
+            leading.setdefault(id(one), []).append(id(part))
+            if id(one) not in seen:
+                seen.add(id(one))
+                waiting.append(one)
+    known = set(found)
+    while found:
+        more = set(leading.get(found.pop(), ())) - known
+        known |= more
+        found += more
+    return known
+
+
+def _distinct(kinds: list[Any]) -> list[Any]:
+    return list({json.dumps(one): one for one in kinds}.values())
+
+
+def _lists_long(schema: Mapping[str, Any]) -> bool:
+    return _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum"))
 
 
 def _is_beyond(value: Any) -> bool:

@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
-from cairn.text.grammar.lark import literal, with_blanks
+from cairn.text.grammar.lark import MAX_GRAMMAR, literal, with_blanks
 from cairn.text.grammar.prepare_schema import SchemaError, check_bounds, loosened, prepared
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
-MAX_TEXT = 1 << 18
+MAX_TEXT = MAX_GRAMMAR // 4
 """Most characters of a client's constraint; the grammar made from it may have four times as many."""
 MAX_CHOICES = 4096
 LIMITS: dict[str, Any] = {
@@ -145,8 +145,8 @@ def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
     """
     part = part or part_of(shape.structure)
     text = grammar_of(shape, None if part is None else part.grammar)
-    if len(text) > 4 * MAX_TEXT:
-        raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
+    if len(text) > MAX_GRAMMAR:
+        raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR}")
     return text
 
 

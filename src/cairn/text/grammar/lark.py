@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MAX_GRAMMAR = 1 << 20
+"""Most characters of a grammar made from a client's constraints."""
 BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 """White space between two parts of JSON. It is bounded, because some models would write nothing else for ever."""
 

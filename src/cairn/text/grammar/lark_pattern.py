@@ -8,6 +8,7 @@ each name stands for its body. Ignored text may come before every token and at t
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 
 MOST = 8192
@@ -52,7 +53,9 @@ COMMON: Mapping[str, str] = {
 }
 """NAME of `%import common.NAME` -> pattern."""
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f"}
-_SAID = {"n": "\n", "r": "\r", "t": "\t", "f": "\f"}
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|(.))")
+_SAID = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", '"': '"', "\\": "\\", "/": "/"}
+"""Letter of an escape in a literal -> its character."""
 
 Token = tuple[str, str]
 Make = Callable[[int], str]
@@ -288,7 +291,20 @@ def _bounded(pattern: str) -> str:
 
 def _said(text: str) -> str:
     """Return the text of a literal."""
-    return re.sub(r"\\(.)", lambda found: _SAID.get(found[1], found[1]), text[1:-1])
+    said = _ESCAPE.sub(_unescaped, text[1:-1])
+    try:
+        return said.encode("utf-16-le", "surrogatepass").decode("utf-16-le")  # joins surrogates
+    except UnicodeDecodeError:
+        raise NotRegular(f"has half a surrogate in {text[:16]!r}") from None
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    if code and int(code, 16) <= sys.maxunicode:
+        return chr(int(code, 16))
+    if code or found[4] not in _SAID:
+        raise NotRegular(f"has the escape {found[0]!r}, which is not read here")
+    return _SAID[found[4]]
 
 
 def _literal(text: str) -> str:
@@ -307,7 +323,9 @@ def _spelt(text: str) -> str:
 
 def _escaped(one: str) -> str:
     """Return the pattern of a character, also valid inside brackets."""
-    return _ESCAPES.get(one, "\\" + one if one in r"\.^$|?*+-(){}[]" else one)
+    if one < " " or one == "\x7f":
+        return _ESCAPES.get(one, f"\\x{ord(one):02x}")
+    return "\\" + one if one in r"\.^$|?*+-(){}[]" else one
 
 
 def _inner(text: str) -> str:

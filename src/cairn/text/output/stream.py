@@ -117,6 +117,8 @@ class TextStream:
         self._recent = ""
         """The end of all text so far, control tokens included, long enough for a stop string."""
         self._in_content = not output.reasoning_open
+        self._called = False
+        """Whether a call, or the beginning of one, was passed on."""
         self._unstoppable = request.sampling.min_tokens
         self._watch = RepetitionWatch() if request.repetition_stop and request.grammar is None else None
         self._skip = skip
@@ -188,6 +190,7 @@ class TextStream:
             if control_text and not self.stopped:
                 visible += self._search_control(control_text)
             pieces += visible
+            self._note_calls(visible)
             if self._kinds is not None:
                 self._kinds.add(len(said), hidden=token in self._skip)
                 pieces.append(self._kinds.settle(self._runs(said), _content(visible), cut=self._ended))
@@ -199,7 +202,8 @@ class TextStream:
     def finish(self, reason: FinishReason) -> tuple[list[Delta], FinishReason]:
         """End the generation: return the text still held back and the finish reason for the caller.
 
-        STOP becomes TOOL_CALLS if a tool call was completed. A stop string in the last text turns LENGTH into STOP.
+        STOP becomes TOOL_CALLS if a tool call was completed and not dropped after a stop string. A stop string in the
+        last text turns LENGTH into STOP.
         """
         pieces: list[Piece] = []
         rest = ""
@@ -208,14 +212,19 @@ class TextStream:
             if self._splitter is not None:
                 pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
             pieces = self._visible(pieces)
+            self._note_calls(pieces)
             if self._stops is not None and (held := self._stops.release()):
                 pieces.append(("text", held))
         if self._ended and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP
-        if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
+        complete = 0 if self._splitter is None else self._splitter.complete_calls
+        if reason is FinishReason.STOP and complete and self._called:
             reason = FinishReason.TOOL_CALLS
         kinds = b"" if self._kinds is None else self._kinds.finish(len(rest), self._runs(rest), _content(pieces))
         return _deltas([*pieces, kinds], ()), reason
+
+    def _note_calls(self, passed_on: list[Piece]) -> None:
+        self._called = self._called or any(isinstance(one, ToolCallDelta) for one in passed_on)
 
     def _kind(self, token: int) -> int:
         """Return the kind of a token when all text is content."""

@@ -225,8 +225,9 @@ def known_names(tool: OfferedTool) -> frozenset[str]:
 
 
 def joined(members: Mapping[str, str]) -> str:
-    """Return a JSON object of members whose values are already JSON."""
-    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {one}" for key, one in members.items()) + "}"
+    """Return a JSON object of members whose values are already JSON; lone surrogates in a key stay escapes."""
+    keys = {key: json.dumps(key, ensure_ascii=valid_text(key) != key) for key in members}
+    return "{" + ", ".join(f"{keys[key]}: {one}" for key, one in members.items()) + "}"
 
 
 def xml_value(text: str, *, is_text: bool) -> str:
