@@ -66,7 +66,9 @@ class ServedModel:
         `found`: whether it was found in the models' folder and is not named by an option.
         """
         self.config = config_of(config, options)
-        """Configuration that it is loaded with."""
+        """Configuration that it is loaded with; a swap replaces it."""
+        self.own_config = self.config
+        """Configuration as the server was given it, for a swap back."""
         self.own = frozenset(options.options)
         """Names of the options that were set for this model alone."""
         self.options = options
@@ -171,6 +173,7 @@ class ServedModel:
         if "context" not in self.own and (self.config.context or 0) > self.spec.context:
             # The server's `context` is meant for the model with the longest one.
             self.config = msgspec.structs.replace(self.config, context=None)
+            self.own_config = msgspec.structs.replace(self.own_config, context=None)
 
 
 def ends_of(reference: str) -> set[str]:
