@@ -35,6 +35,7 @@ from cairn.entrypoints.answer import Answer
 from cairn.types.errors import CairnError, ConfigError, GenerationFailed, Unavailable
 from cairn.types.outputs import Delta, FinishReason, Usage
 from cairn.types.stats import CacheReport
+from tests.service.several import make_models
 
 MAIN = "from cairn.cli import main; main()"
 
@@ -189,6 +190,24 @@ def test_help_loads_nothing_heavy():
 
 def test_an_empty_model_is_named_as_the_argument_that_it_is():
     assert sentence(run("serve", "")) == "MODEL is '' but must be a text that is not empty"
+
+
+def test_a_model_is_served_beside_those_of_a_folder(elsewhere, monkeypatch):
+    from cairn.served_models.served_model import served_models
+
+    make_models(elsewhere / "models", "alpha")
+    found = []
+    monkeypatch.setattr("cairn.api.server.serve", lambda config, again: found.extend((config, again())))
+    for model, names, wanted in (
+        (("demo",), (), ["demo", "alpha"]),  # named, though it is the default
+        (("demo",), ("--served-name", "mine", "--alias", "other"), ["mine", "alpha"]),
+        ((), (), ["alpha"]),
+    ):
+        assert run("serve", *model, "--models-dir", "models", *names).returncode == 0
+        for config in found:
+            served = served_models(config)
+            assert [one.name for one in served] == wanted and ("other" in served[0].names) == bool(names)
+        found.clear()
 
 
 def test_version():

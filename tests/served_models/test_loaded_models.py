@@ -628,6 +628,11 @@ def test_invalid_options_for_several_models_are_refused(tmp_path: Path) -> None:
     two = (ModelOptions(model="a"), ModelOptions(model="b"))
     with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
         served_models(Config(models=two, served_name="x"))
+    make_models(tmp_path / "found", "alpha")
+    for nameless in (Config(models=two[:1]), Config(models_dir=str(tmp_path / "found"))):
+        for name in ({"served_name": "x"}, {"alias": ("x",)}):
+            with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
+                served_models(msgspec.structs.replace(nameless, **name))
     with pytest.raises(ConfigError, match=r"kv_share: the models' shares add up to 1\.5"):
         served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
     parts = [

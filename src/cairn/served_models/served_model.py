@@ -202,9 +202,10 @@ def served_models(config: Config) -> list[ServedModel]:
     named = list(config.models)
     if not named and (config.model != _DEMO or config.models_dir is None):
         named = [ModelOptions(model=config.model, name=config.served_name, aliases=config.alias, pin=False)]
-    if len(named) > 1 and (config.served_name is not None or config.alias):
+    if (config.models or not named) and (config.served_name is not None or config.alias):
         raise ConfigError(
-            "served_name and alias are for a server with one model; give name and aliases in [[models]]",
+            "served_name and alias are for a server with one model, given as MODEL; in [[models]] give name and "
+            "aliases, and models of models_dir have the names of their files",
             field="served_name",
         )
     plain = msgspec.structs.replace(config, served_name=None, alias=(), models=())
