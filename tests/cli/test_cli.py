@@ -32,6 +32,7 @@ from cairn.cli.generate import write
 from cairn.config.config import Config
 from cairn.config.option import options
 from cairn.entrypoints.answer import Answer
+from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import CairnError, ConfigError, GenerationFailed, Unavailable
 from cairn.types.outputs import Delta, FinishReason, Usage
 from cairn.types.stats import CacheReport
@@ -264,6 +265,34 @@ def test_bad_options_are_one_sentence_and_exit_2(elsewhere):
     assert "did you mean CAIRN_PORT?" in sentence(run("config", env={"CAIRN_PROT": "1"}))
     done = run("serve", "--prot", "1")
     assert done.returncode == 2 and "--prot" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status --host https://127.0.0.1:1 --cacert",
+        "launch pi --print --host https://127.0.0.1:1 --cacert",
+        "swap m",
+        "man --write",
+        "cluster up demo --folder",
+        "cluster prune --shared-store",
+        "generate -p x --chat-template",
+    ],
+)
+def test_a_home_that_does_not_exist_is_one_sentence_and_exit_2(command):
+    said = sentence(run(*command.split(), "~nosuchuser/x"))
+    assert said.startswith("~nosuchuser/x: there is no home folder of that user")
+
+
+def test_a_certificate_or_store_in_a_home_that_does_not_exist_is_one_sentence():
+    from cairn.cli.connection.trust import certificate_file
+    from cairn.cluster.shared import open_blobs
+
+    said = sentence(run("status", env={"CAIRN_TLS_CERT": "~nosuchuser/x", "CAIRN_TLS_KEY": "k"}))
+    assert "no home folder of that user" in said
+    for opened in (certificate_file, lambda place: open_blobs(place, SystemFiles(), SystemRng())):
+        with pytest.raises(ConfigError, match="no home folder of that user"):
+            opened("~nosuchuser/x")
 
 
 def test_doctor_and_models_name_what_is_here():
