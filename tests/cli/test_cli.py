@@ -261,6 +261,9 @@ def test_a_switch_can_be_turned_off_again(elsewhere):
 def test_bad_options_are_one_sentence_and_exit_2(elsewhere):
     assert sentence(run("serve", "--port", "99999")) == "--port is 99999 but must be at least 0 and at most 65535"
     assert sentence(run("chat", "--kv-gb", "no")) == "--kv-gb is 'no' but must be a number"
+    said = sentence(run("generate", "-p", "x", "--top-k", "-5"))
+    assert said.startswith("--top-k is -5 but must be from -1 to ")
+    assert sentence(run("chat", "--top-p", "nan")) == "--top-p is nan but must be from 0 to 1"
     assert sentence(run("config", "--config", "gone.toml")) == "there is no file gone.toml"
     assert "did you mean CAIRN_PORT?" in sentence(run("config", env={"CAIRN_PROT": "1"}))
     done = run("serve", "--prot", "1")
@@ -648,7 +651,7 @@ def test_an_answer_that_fits_a_schema_in_a_file(canned, tmp_path):
     assert canned.seen[-1][2]["response_format"] == asked
     for wrong in ("missing.json", "broken.json"):
         (tmp_path / "broken.json").write_text("{")
-        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)), 1)
+        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)))
         assert said.startswith("--json-schema ") and "cannot be read as JSON" in said
 
 
@@ -668,7 +671,7 @@ def test_control_tokens_in_a_raw_text_may_be_text(canned):
     done = run("generate", "other", "--raw", "--no-parse-special", "-p", "abc", "--host", canned.url)
     assert (done.returncode, done.stdout) == (0, "x\n")
     assert [body["parse_special"] for path, _, body in canned.seen if path != "/v1/models"] == [False, False]
-    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url), 1)
+    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url))
     assert said.startswith("--no-parse-special needs --raw")
 
 
@@ -795,7 +798,7 @@ def test_local_options_beside_a_server_are_refused(canned):
     said = sentence(run("generate", "-p", "x", "--host", canned.url, "--threads", "1"))
     assert said == "--threads is for a model in this process; the server at --host has its own"
     assert "give --host too" in sentence(run("generate", "-p", "x", "--api-key", "k"))
-    assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"), 1)
+    assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"))
 
 
 # ------------------------------------------------------------------------------------------------- Ctrl-C, for real
