@@ -32,9 +32,11 @@ from cairn.cli.generate import write
 from cairn.config.config import Config
 from cairn.config.option import options
 from cairn.entrypoints.answer import Answer
+from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import CairnError, ConfigError, GenerationFailed, Unavailable
 from cairn.types.outputs import Delta, FinishReason, Usage
 from cairn.types.stats import CacheReport
+from tests.service.several import make_models
 
 MAIN = "from cairn.cli import main; main()"
 
@@ -191,6 +193,24 @@ def test_an_empty_model_is_named_as_the_argument_that_it_is():
     assert sentence(run("serve", "")) == "MODEL is '' but must be a text that is not empty"
 
 
+def test_a_model_is_served_beside_those_of_a_folder(elsewhere, monkeypatch):
+    from cairn.served_models.served_model import served_models
+
+    make_models(elsewhere / "models", "alpha")
+    found = []
+    monkeypatch.setattr("cairn.api.server.serve", lambda config, again: found.extend((config, again())))
+    for model, names, wanted in (
+        (("demo",), (), ["demo", "alpha"]),  # named, though it is the default
+        (("demo",), ("--served-name", "mine", "--alias", "other"), ["mine", "alpha"]),
+        ((), (), ["alpha"]),
+    ):
+        assert run("serve", *model, "--models-dir", "models", *names).returncode == 0
+        for config in found:
+            served = served_models(config)
+            assert [one.name for one in served] == wanted and ("other" in served[0].names) == bool(names)
+        found.clear()
+
+
 def test_version():
     from cairn import __version__
 
@@ -241,10 +261,41 @@ def test_a_switch_can_be_turned_off_again(elsewhere):
 def test_bad_options_are_one_sentence_and_exit_2(elsewhere):
     assert sentence(run("serve", "--port", "99999")) == "--port is 99999 but must be at least 0 and at most 65535"
     assert sentence(run("chat", "--kv-gb", "no")) == "--kv-gb is 'no' but must be a number"
+    said = sentence(run("generate", "-p", "x", "--top-k", "-5"))
+    assert said.startswith("--top-k is -5 but must be from -1 to ")
+    assert sentence(run("chat", "--top-p", "nan")) == "--top-p is nan but must be from 0 to 1"
     assert sentence(run("config", "--config", "gone.toml")) == "there is no file gone.toml"
     assert "did you mean CAIRN_PORT?" in sentence(run("config", env={"CAIRN_PROT": "1"}))
     done = run("serve", "--prot", "1")
     assert done.returncode == 2 and "--prot" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status --host https://127.0.0.1:1 --cacert",
+        "launch pi --print --host https://127.0.0.1:1 --cacert",
+        "swap m",
+        "man --write",
+        "cluster up demo --folder",
+        "cluster prune --shared-store",
+        "generate -p x --chat-template",
+    ],
+)
+def test_a_home_that_does_not_exist_is_one_sentence_and_exit_2(command):
+    said = sentence(run(*command.split(), "~nosuchuser/x"))
+    assert said.startswith("~nosuchuser/x: there is no home folder of that user")
+
+
+def test_a_certificate_or_store_in_a_home_that_does_not_exist_is_one_sentence():
+    from cairn.cli.connection.trust import certificate_file
+    from cairn.cluster.shared import open_blobs
+
+    said = sentence(run("status", env={"CAIRN_TLS_CERT": "~nosuchuser/x", "CAIRN_TLS_KEY": "k"}))
+    assert "no home folder of that user" in said
+    for opened in (certificate_file, lambda place: open_blobs(place, SystemFiles(), SystemRng())):
+        with pytest.raises(ConfigError, match="no home folder of that user"):
+            opened("~nosuchuser/x")
 
 
 def test_doctor_and_models_name_what_is_here():
@@ -600,7 +651,7 @@ def test_an_answer_that_fits_a_schema_in_a_file(canned, tmp_path):
     assert canned.seen[-1][2]["response_format"] == asked
     for wrong in ("missing.json", "broken.json"):
         (tmp_path / "broken.json").write_text("{")
-        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)), 1)
+        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)))
         assert said.startswith("--json-schema ") and "cannot be read as JSON" in said
 
 
@@ -620,7 +671,7 @@ def test_control_tokens_in_a_raw_text_may_be_text(canned):
     done = run("generate", "other", "--raw", "--no-parse-special", "-p", "abc", "--host", canned.url)
     assert (done.returncode, done.stdout) == (0, "x\n")
     assert [body["parse_special"] for path, _, body in canned.seen if path != "/v1/models"] == [False, False]
-    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url), 1)
+    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url))
     assert said.startswith("--no-parse-special needs --raw")
 
 
@@ -747,7 +798,7 @@ def test_local_options_beside_a_server_are_refused(canned):
     said = sentence(run("generate", "-p", "x", "--host", canned.url, "--threads", "1"))
     assert said == "--threads is for a model in this process; the server at --host has its own"
     assert "give --host too" in sentence(run("generate", "-p", "x", "--api-key", "k"))
-    assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"), 1)
+    assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"))
 
 
 # ------------------------------------------------------------------------------------------------- Ctrl-C, for real

@@ -61,7 +61,9 @@ def test_impossible_requests_get_a_readable_error(
     assert (code, out) == (1, []) and "402 tokens" in said and "at most 300" in said
     assert run(capsys, monkeypatch, str(folder), "-t", long, "--truncate")[0] == 0
     code, _, said = run(capsys, monkeypatch, str(folder), "-t", "x", "--prompt-name", "other")
-    assert code == 1 and "has no prompt of the name 'other'; it has document, query" in said
+    assert code == 2 and "has no prompt of the name 'other'; it has document, query" in said
+    code, _, said = run(capsys, monkeypatch, str(folder), "-t", "x", "--dimensions", "0")
+    assert code == 2 and "dimensions must be from 1 to 48" in said
 
 
 def test_one_text_several_and_ids(llm: LLM) -> None:

@@ -112,6 +112,44 @@ def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_started_server_has_the_options_of_the_file(fake: dict[str, str], tmp_path: Path) -> None:
+    port, agents, file = free_port(), tmp_path / "agents", tmp_path / "its.toml"
+    of_server = f'port = {port}\nkv_disk = false\nkv_gb = 0.05\nagents_dir = "{agents}"\n'
+    file.write_text(of_server + '[[models]]\nmodel = "demo"\nname = "mine"\ncontext = 1024\n')
+    done = launch(fake, "claude", "--anyway", "--config", str(file))
+    assert done.returncode == 7, done.stderr
+    parsed = json.loads(done.stdout)
+    assert [one["id"] for one in parsed["models"]["data"]] == ["mine"] and parsed["window"] == "1024"
+    assert agents.is_dir() and not (tmp_path / "cache" / "cairn" / "kv").exists()
+    assert "the context of mine is 1,024 tokens: it will be refused" in done.stderr
+    done = launch(fake, "claude", "--config", str(file))
+    assert done.returncode == 2 and "it would be refused" in done.stderr
+    done = launch(fake, "claude", "--anyway", "--config", str(file), "--model", "demo")
+    assert done.returncode == 7 and json.loads(done.stdout)["models"]["data"][0]["id"] != "mine"
+
+
+def test_a_port_of_its_own_choice_is_refused(fake: dict[str, str]) -> None:
+    done = launch(fake, "claude", "--anyway", "--port", "0")
+    assert (done.returncode, done.stdout) == (2, "") and "port is 0" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_agent_and_the_started_server(fake: dict[str, str], tmp_path: Path, number: int) -> None:
+    (tmp_path / "bin" / "claude").write_text(
+        f"#!{sys.executable}\nimport time\nprint('here', flush=True)\ntime.sleep(99)"
+    )
+    port = free_port()
+    options = ("--anyway", "--port", str(port), "--model", "demo")
+    command = [sys.executable, "-m", "cairn", "launch", "claude", *options]
+    with subprocess.Popen(command, env=fake, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launched:
+        assert launched.stdout is not None and launched.stdout.readline() == "here\n"
+        launched.send_signal(number)
+        out, err = launched.communicate(timeout=100)  # ends once the agent, which has the same stdout, has ended
+    assert (launched.returncode, out) == (128 + number, "") and "Traceback" not in err
+    with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
+        sock.connect(("127.0.0.1", port))
+
+
 def test_a_server_that_does_not_start_says_why(fake: dict[str, str], tmp_path: Path) -> None:
     done = launch(fake, "claude", "--port", str(free_port()), "--model", str(tmp_path))
     assert done.returncode == 1 and "the server did not start: " in done.stderr and "the file is missing" in done.stderr

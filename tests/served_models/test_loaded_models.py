@@ -360,6 +360,26 @@ async def test_a_swap_moves_the_names_and_running_requests_go_on(tmp_path: Path)
             await models.swap(alpha, "gamma", 1.0)
 
 
+@pytest.mark.parametrize("back", ["its place", "its name"])
+async def test_a_swap_back_brings_the_own_options_back(tmp_path: Path, back: str) -> None:
+    own = {"alpha": {"context": 256, "chat_template": "chatml"}, "beta": {"context": 128, "max_running": 3}}
+    listed = tuple(
+        ModelOptions(model=str(tmp_path / name), options=options, load=name == "alpha") for name, options in own.items()
+    )
+    async with several(tmp_path, "alpha beta", models=listed) as models:
+        await until(lambda: models.models[1].spec)
+        alpha = models.models[0]
+        before = msgspec.structs.replace(alpha.config, served_name="alpha")
+        await models.swap(alpha, "beta", 5.0)
+        assert alpha.config.context == 128 and alpha.config.chat_template is None
+        await models.swap(alpha, before.model if back == "its place" else "alpha", 5.0)
+        assert alpha.config == before and alpha.swaps == 2
+        async with models.using(alpha) as service:
+            assert service.info.context == 256
+        with pytest.raises(InvalidRequest, match="is already"):
+            await models.swap(alpha, "alpha", 5.0)
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
 async def test_a_swap_under_fifty_streams_loses_none_and_mixes_none(
     tmp_path: Path, after: bool, figure: Callable[[str, str], None]
@@ -608,6 +628,11 @@ def test_invalid_options_for_several_models_are_refused(tmp_path: Path) -> None:
     two = (ModelOptions(model="a"), ModelOptions(model="b"))
     with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
         served_models(Config(models=two, served_name="x"))
+    make_models(tmp_path / "found", "alpha")
+    for nameless in (Config(models=two[:1]), Config(models_dir=str(tmp_path / "found"))):
+        for name in ({"served_name": "x"}, {"alias": ("x",)}):
+            with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
+                served_models(msgspec.structs.replace(nameless, **name))
     with pytest.raises(ConfigError, match=r"kv_share: the models' shares add up to 1\.5"):
         served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
     parts = [

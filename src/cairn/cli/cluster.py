@@ -16,6 +16,8 @@ import typer
 from cairn.cli.common.options import Host, configured, server
 from cairn.cli.common.output import counted, talk
 from cairn.cluster.router.routing_options import APART, ROUTING
+from cairn.config.paths import expanded
+from cairn.config.paths import home as users_home
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError, ConfigError
 
@@ -108,7 +110,7 @@ def register(app: typer.Typer) -> None:
         fetched(model)
         web = {"allowed_hosts": allowed_hosts or None, "cors_origins": cors_origins or None}
         config = resolve({"host": host, "port": port, **web}).config
-        home = (folder or _home()).expanduser().absolute()
+        home = expanded(folder or _home()).absolute()
         keys = cluster_key_file or home / "cluster.key"
         if not keys.exists():
             _write_key(keys, "")
@@ -194,7 +196,7 @@ def _add_ray(cluster: typer.Typer) -> None:
             router=router.rstrip("/"),
             options=parsed([model, *context.args]),
             host=host or "",
-            folder="" if folder is None else str(folder.expanduser().absolute()),
+            folder="" if folder is None else str(expanded(folder).absolute()),
             admin_key=admin_key or "",
             cpus=cpus,
             gpus=gpus,
@@ -219,7 +221,7 @@ def _quiet(arguments: Sequence[str]) -> list[str]:
 
 def _home() -> Path:
     base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "cluster"
+    return (Path(base) if base else users_home() / ".local" / "share") / "cairn" / "cluster"
 
 
 def _write_key(file: Path, old: str) -> None:
@@ -245,7 +247,7 @@ def _prune(store: str | None, days: int) -> int:
         raise ConfigError("shared_store must be a folder here; give --shared-store FOLDER", field="shared_store")
     end, count = time.time() - days * DAY, 0
     for part in ("kv", "feed", "replays"):
-        for path in (Path(store).expanduser() / part).rglob("*"):
+        for path in (expanded(store) / part).rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and path.stat().st_mtime < end:
                     path.unlink()

@@ -12,10 +12,12 @@ import typer
 
 from cairn.cli.common.options import LOCAL, configured
 from cairn.config.resolve import Resolved
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import ConfigError, InvalidRequest
 
 TOGETHER = 256
 """Texts per batch; the results of a batch are printed together."""
+_FLAGS = ("dimensions", "normalize", "prompt_name")
+"""Fields of a request that are flags here: what is wrong with them is no failure of the texts."""
 
 
 def register(app: typer.Typer) -> None:
@@ -48,9 +50,14 @@ def register(app: typer.Typer) -> None:
         with LLM(config=resolved.config) as model:
             texts = iter(text or _lines())
             while some := list(islice(texts, TOGETHER)):
-                made = model.embed(
-                    some, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
-                )
+                try:
+                    made = model.embed(
+                        some, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+                    )
+                except InvalidRequest as error:
+                    if error.field not in _FLAGS:
+                        raise
+                    raise ConfigError(str(error), field=error.field) from None
                 for source, vector in zip(some, made.tolist(), strict=True):
                     print(json.dumps({"text": source, "embedding": vector}, ensure_ascii=False))
                 sys.stdout.flush()

@@ -76,9 +76,9 @@ def register(app: typer.Typer) -> None:
         if asked is None:
             raise ConfigError("there is no prompt: cairn generate MODEL PROMPT, -p TEXT, or text from a pipe")
         if raw and system is not None:
-            raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
+            raise ConfigError("--system needs the chat template, which --raw leaves out", field="system")
         if not raw and not parse_special:
-            raise InvalidRequest("--no-parse-special needs --raw; in a chat, control tokens in texts are always text")
+            raise ConfigError("--no-parse-special needs --raw; in a chat, control tokens in texts are always text")
         sampling |= formatted(form, json_schema)
         with source(resolved, host) as model:
             if raw:
@@ -132,7 +132,7 @@ def _announce_waiting() -> None:
 
 
 def formatted(form: str | None, schema: Path | None = None) -> dict[str, Any]:
-    """Return the sampling option `response_format` if a format was set. InvalidRequest for a file without JSON."""
+    """Return the sampling option `response_format` if a format was set. ConfigError for a file without JSON."""
     from cairn.cli.conversation.settings import response_format, schema_in
 
     if schema is not None:

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import typer
 
@@ -28,6 +28,8 @@ from cairn.types.errors import CairnError, ConfigError, Unavailable
 _OPTIONS = ("api_key", "port", "context")
 _LOOK = 0.3
 """Seconds between two checks of a server that is starting."""
+_LEAVE = 5.0
+"""Seconds that an agent has to end after a signal, before the server ends without it."""
 _ANSWER = 4
 """An answer may take this fraction of the context: a fourth."""
 
@@ -219,7 +221,7 @@ def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) 
         fits(place.model, place.context)
         yield place, False
         return
-    with _served(resolved, model or resolved.config.model, fits) as place:
+    with _served(resolved, model, fits) as place:
         yield place, True
 
 
@@ -236,53 +238,106 @@ def _found(resolved: Resolved, host: str | None) -> ServerAddress:
 
 
 @contextmanager
-def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddress]:
-    """Start a server whose output goes to a file, and end it afterwards. CairnError if it does not start."""
+def _served(resolved: Resolved, model: str | None, fits: Fits) -> Iterator[ServerAddress]:
+    """Start a server whose output goes to a file, and end it afterwards. CairnError if it does not start.
+
+    `model` is served in place of the configured model, or of [[models]].
+    """
+    config = resolved.config
+    if not config.port:
+        raise ConfigError("port is 0, and the server could not be found there; give --port a number", field="port")
+    several = config.models or config.models_dir is not None
+    only = model or (None if several else config.model)
+    checked = only is not None and _check_files(only, config.context, fits)
+    log = folder("server") / "serve.log"
+    _write({log: ""})
+    with log.open("ab") as output, _signals_as_exit():
+        process = _start_server(resolved, model, output)
+        try:
+            with talk().status(f"starting a server with {only or 'several models'}; it writes to {log}"):
+                found = _wait_until_found(resolved, process, log)
+            if not checked:
+                fits(found.model, found.context)
+            yield found
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _check_files(model: str, context: int | None, fits: Fits) -> bool:
+    """Pull a model if it is missing, and check its context; return whether its files say how long that is."""
     from cairn.cli.answer_source import context_of
     from cairn.cli.models import pull_missing
 
     pull_missing(model)
+    if (tokens := context_of(model, context)) is None:
+        return False
+    fits(model, tokens)
+    return True
+
+
+def _start_server(resolved: Resolved, model: str | None, output: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start `cairn serve` with the same options and, if it is given, `model`."""
     config = resolved.config
-    if (context := context_of(model, config.context)) is not None:
-        fits(model, context)
-    log = folder("server") / "serve.log"
-    _write({log: ""})
-    command = [sys.executable, "-m", "cairn", "serve", model, "--host", config.host, "--port", str(config.port)]
+    command = [sys.executable, "-m", "cairn", "serve"]
+    command += [model] if model is not None else []
+    command += ["--config", str(resolved.file)] if resolved.file is not None else []
+    command += ["--host", config.host, "--port", str(config.port)]
     command += ["--images", "text"]  # an agent can go on without an image; a 400 would end its session
     if config.context is not None:
         command += ["--context", str(config.context)]
     keys = {"CAIRN_API_KEY": ",".join(key.reveal() for key in config.api_key)} if config.api_key else {}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **keys},
-            start_new_session=True,  # Ctrl-C goes to the agent alone
-        )
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **keys},
+        start_new_session=True,  # Ctrl-C goes to the agent alone
+    )
+
+
+def _wait_until_found(resolved: Resolved, process: subprocess.Popen[bytes], log: Path) -> ServerAddress:
+    """Wait until the server answers. CairnError with the end of its log if it ends instead."""
+    while process.poll() is None:
+        try:
+            return _found(resolved, None)
+        except Unavailable:
+            time.sleep(_LOOK)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    raise CairnError(f"the server did not start: {lines[-1] if lines else log}")
+
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """Raise SystemExit for SIGTERM and SIGHUP, which would end this process alone and leave its server behind."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # One that is ignored, as below nohup, stays so.
+    taken = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    for one in taken:
+        signal.signal(one, leave)
     try:
-        with talk().status(f"starting a server with {model}; it writes to {log}"):
-            while True:
-                if process.poll() is not None:
-                    lines = log.read_text(errors="replace").strip().splitlines()
-                    raise CairnError(f"the server did not start: {lines[-1] if lines else log}")
-                try:
-                    found = _found(resolved, None)
-                    break
-                except Unavailable:
-                    time.sleep(_LOOK)
-        yield found
+        yield
     finally:
-        process.terminate()
-        process.wait()
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _run(program: str, command: list[str], env: Mapping[str, str]) -> int:
     """Run the agent and return its exit code; Ctrl-C is left to the agent."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        code = subprocess.Popen(command, executable=program, env=dict(env)).wait()
+        agent = subprocess.Popen(command, executable=program, env=dict(env))
+        try:
+            code = agent.wait()
+        except SystemExit:  # the agent cannot go on without the server
+            agent.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(_LEAVE)
+            raise
         return 128 - code if code < 0 else code
     finally:
         signal.signal(signal.SIGINT, before)

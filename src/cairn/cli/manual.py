@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from cairn.config.paths import expanded
 from cairn.types.errors import CairnError, ConfigError
 
 _MARKUP = re.compile(r"(?<!\\)\[/?[a-z ]+\]")
@@ -140,7 +141,7 @@ def _roff(text: str) -> str:
 
 def _write(pages: dict[str, str], folder: Path) -> None:
     try:
-        folder = folder.expanduser()
+        folder = expanded(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in pages.items():
             (folder / f"{name}.1").write_text(text, encoding="utf-8")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from cairn.cli.common.options import Host, configured, server
+from cairn.config.paths import expanded
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
@@ -129,7 +129,7 @@ Rows = list[tuple[str, str]]
 
 def _absolute(place: str) -> str:
     """Return an existing path as absolute, because the server has another working folder; other names as they are."""
-    path = Path(place).expanduser()
+    path = expanded(place)
     return str(path.absolute()) if path.exists() else place
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 
+import msgspec
 import typer
 
 from cairn.cli.common.options import ALL, configured
+from cairn.config.config import Config
 from cairn.config.resolve import Resolved
+from cairn.config.values import ModelOptions
 from cairn.types.errors import ConfigError
 
 
@@ -28,18 +31,27 @@ def register(app: typer.Typer) -> None:
         try:
             from cairn.api.server import serve as serve_http
             from cairn.cli.models import fetched
-            from cairn.config.paths import with_folder
 
             for model in [one.model for one in resolved.config.models] or [resolved.config.model]:
                 fetched(model)
-            serve_http(
-                with_folder(resolved.config, os.environ), lambda: with_folder(resolved.again().config, os.environ)
-            )
+            serve_http(_served(resolved), lambda: _served(resolved.again()))
         except ConfigError as error:
             raise _with_listener(error, resolved) from None
         finally:
             if collecting:  # a start that failed has not enabled it
                 gc.enable()
+
+
+def _served(resolved: Resolved) -> Config:
+    """Return the server's options: with a KV folder, and with a named MODEL among those of `models_dir`."""
+    from cairn.config.paths import with_folder
+
+    config = resolved.config
+    if config.models_dir is not None and not config.models and resolved.source("model") != "default":
+        # Its name alone does not say whether demo was asked for, as that is the default.
+        own = ModelOptions(model=config.model, name=config.served_name, aliases=config.alias)
+        config = msgspec.structs.replace(config, models=(own,), served_name=None, alias=())
+    return with_folder(config, os.environ)
 
 
 def _with_listener(error: ConfigError, resolved: Resolved) -> ConfigError:

@@ -61,7 +61,7 @@ def open_blobs(address: str, files: FileSystem, rng: Rng) -> Blobs:
     Raise ConfigError for an address that cannot be used. The store itself is not asked yet.
     """
     if "://" not in address:
-        return FolderBlobs(files, Path(address).expanduser().absolute(), rng)
+        return FolderBlobs(files, expanded(address).absolute(), rng)
     if address.startswith("file://"):
         return FolderBlobs(files, Path(unquote(urlsplit(address).path)), rng)
     from cairn.cluster.objects import ObjectBlobs

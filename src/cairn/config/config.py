@@ -400,7 +400,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 60.0
     model_ttl: Annotated[
         float,
-        Meta(ge=0, description="Seconds without requests after which a model is unloaded, of several; 0 is never."),
+        Meta(
+            ge=0,
+            description="Seconds without requests after which a model is unloaded, the only one too; 0 is never.",
+        ),
     ] = 0.0
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"

@@ -66,7 +66,9 @@ class ServedModel:
         `found`: whether it was found in the models' folder and is not named by an option.
         """
         self.config = config_of(config, options)
-        """Configuration that it is loaded with."""
+        """Configuration that it is loaded with; a swap replaces it."""
+        self.own_config = self.config
+        """Configuration as the server was given it, for a swap back."""
         self.own = frozenset(options.options)
         """Names of the options that were set for this model alone."""
         self.options = options
@@ -171,6 +173,7 @@ class ServedModel:
         if "context" not in self.own and (self.config.context or 0) > self.spec.context:
             # The server's `context` is meant for the model with the longest one.
             self.config = msgspec.structs.replace(self.config, context=None)
+            self.own_config = msgspec.structs.replace(self.own_config, context=None)
 
 
 def ends_of(reference: str) -> set[str]:
@@ -199,9 +202,10 @@ def served_models(config: Config) -> list[ServedModel]:
     named = list(config.models)
     if not named and (config.model != _DEMO or config.models_dir is None):
         named = [ModelOptions(model=config.model, name=config.served_name, aliases=config.alias, pin=False)]
-    if len(named) > 1 and (config.served_name is not None or config.alias):
+    if (config.models or not named) and (config.served_name is not None or config.alias):
         raise ConfigError(
-            "served_name and alias are for a server with one model; give name and aliases in [[models]]",
+            "served_name and alias are for a server with one model, given as MODEL; in [[models]] give name and "
+            "aliases, and models of models_dir have the names of their files",
             field="served_name",
         )
     plain = msgspec.structs.replace(config, served_name=None, alias=(), models=())

@@ -77,7 +77,9 @@ class ModelSwap:
         other = self._registry.get(to)
         if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
-        if other is not None and other is not model:  # after a swap, its own reference is another model again
+        if other is model:  # after a swap, its own names and place mean the model that it was
+            return msgspec.structs.replace(model.own_config, **named)
+        if other is not None:
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -17,7 +17,8 @@ from cairn.cli.connection.trust import chosen as chosen_trust
 from cairn.config.config import Config
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
-from cairn.types.errors import CairnError
+from cairn.types.errors import CairnError, ConfigError
+from cairn.types.request import SAMPLING_RANGES
 
 if TYPE_CHECKING:
     from cairn.cli.connection.client import Client
@@ -104,6 +105,7 @@ def configured(
             if more:
                 sampling = {name: values.pop(name) for name in extra}
                 values["sampling"] = {name: value for name, value in sampling.items() if value not in (None, [])}
+                _check_ranges(values["sampling"])
             if trust:
                 chosen_trust.set(TrustFlags(values.pop("cacert"), values.pop("insecure")))
             resolved = resolve(chosen, file=values.pop("config_file"))
@@ -117,6 +119,14 @@ def configured(
         return run
 
     return wrap
+
+
+def _check_ranges(sampling: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a sampling flag that is out of range."""
+    for name, (least, most) in SAMPLING_RANGES.items():
+        if name in sampling and not least <= sampling[name] <= most:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {sampling[name]} but must be from {least:g} to {most:g}", field=name)
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from cairn.config.paths import expanded
 from cairn.types.errors import ConfigError
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -57,9 +58,9 @@ def tls_context(url: str, own_certificate: str | None = None) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE
         return context
     if flags.cacert is not None:
-        return _trusting(flags.cacert.expanduser(), "--cacert", whole=True)
+        return _trusting(expanded(flags.cacert), "--cacert", whole=True)
     if own_certificate is not None:
-        context = _trusting(Path(own_certificate).expanduser(), "tls_cert", whole=False)
+        context = _trusting(expanded(own_certificate), "tls_cert", whole=False)
         context.check_hostname = False  # the certificate itself is known, so its names do not matter
         return context
     import httpx
@@ -88,5 +89,5 @@ def certificate_file(own_certificate: str | None) -> Path | None:
     """Return the certificate file that another program must trust to reach the server, or None."""
     flags = chosen.get()
     if flags.cacert is not None:
-        return flags.cacert.expanduser().absolute()
-    return None if own_certificate is None else Path(own_certificate).expanduser().absolute()
+        return expanded(flags.cacert).absolute()
+    return None if own_certificate is None else expanded(own_certificate).absolute()

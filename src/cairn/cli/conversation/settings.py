@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.cli.common.sampling import FLAGS
 from cairn.config.option import SAMPLING_NAMES, closest
-from cairn.types.errors import ConfigError, InvalidRequest
+from cairn.types.errors import ConfigError
 from cairn.types.request import SAMPLING_RANGES
 
 _OF_THE_SERVER = {
@@ -105,7 +105,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def response_format(asked: str) -> dict[str, Any]:
-    """Return `response_format` for "json", a JSON schema, or the path of one. Raises InvalidRequest."""
+    """Return `response_format` for "json", a JSON schema, or the path of one. Raises ConfigError."""
     if asked in ("", "json"):
         return {"type": "json_object"}
     if asked.lstrip().startswith("{"):
@@ -114,11 +114,11 @@ def response_format(asked: str) -> dict[str, Any]:
 
 
 def schema_in(path: Path, option: str) -> dict[str, Any]:
-    """Return `response_format` for the JSON schema in a file. Raises InvalidRequest that names the option."""
+    """Return `response_format` for the JSON schema in a file. Raises ConfigError that names the option."""
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{option} {path}: cannot be read as JSON ({error})", field="json_schema") from None
+        raise ConfigError(f"{option} {path}: cannot be read as JSON ({error})", field="json_schema") from None
     return _schema(text, path.stem[:64] or "answer", f"{option} {path}")
 
 
@@ -126,7 +126,7 @@ def _schema(text: str, name: str, where: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: cannot be read as JSON ({error})", field="json_schema") from None
+        raise ConfigError(f"{where}: cannot be read as JSON ({error})", field="json_schema") from None
     return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.config.paths import expanded
 from cairn.models.families.families import check_architecture
 from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
 from cairn.models.spec.tokenizer_files import given_file
@@ -200,7 +201,7 @@ def given_template(given: str) -> str:
     """Return a template by its name in NAMED or read from a file. Raises ConfigError."""
     if given in NAMED:
         return NAMED[given]
-    path = Path(given).expanduser()
+    path = expanded(given)
     try:
         if not path.exists():
             raise _bad_template(f"{given!r} is neither a file nor one of {', '.join(NAMED)}")
