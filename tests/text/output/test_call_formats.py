@@ -231,12 +231,16 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "lfm2"])
 def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
-    """It is built on the event loop. Covers types that are listed repeatedly and arguments that are all optional."""
+    """It is built on the event loop. Covers types listed repeatedly, nested lists, and arguments all optional."""
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(20):
         nested = {"type": ["object"] * 4, "properties": {"a": nested}, "required": ["a"]}
-    deep = callable_tools([tool("f", {"type": "object", "properties": {"a": nested}})], None, None)
-    assert len(lark_of_calls(BY_NAME[name], deep, required=True, parallel=False)) < 20_000
+    lists: dict[str, Any] = {"type": "integer"}
+    for _ in range(14):
+        lists = {"type": "array", "items": lists}
+    for one in (nested, lists):
+        deep = callable_tools([tool("f", {"type": "object", "properties": {"a": one}})], None, None)
+        assert len(lark_of_calls(BY_NAME[name], deep, required=True, parallel=False)) < 20_000
     properties = {f"p{number}": {"type": "integer"} for number in range(1000)}
     wide = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
     assert len(lark_of_calls(BY_NAME[name], wide, required=True, parallel=False)) < 300_000

@@ -246,7 +246,7 @@ class _Grammar:
         if kind == "string":
             return self._marked()
         if kind == "array":
-            item = self._braced(schema.get("items"))
+            item = self._named("i", self._braced(schema.get("items")))  # a rule: it is written twice
             return f'"[" ({item} ("," {item})*)? "]"'
         if kind == "object" and isinstance(schema.get("properties"), Mapping):
             return f'"{{" {self._keywords(schema, ":", ",", self._braced)} "}}"'
