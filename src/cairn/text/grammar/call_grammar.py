@@ -324,7 +324,8 @@ def _whole_pattern(schema: Any) -> str:
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     if not isinstance(pattern, str) or not (pattern.startswith("^(?:") and pattern.endswith(")$")):
         return ""
-    return re.sub(r"(?<!\\)/", r"\/", pattern[1:-1])
+    # Escaped characters are taken in pairs: the backslash before a slash may itself be escaped.
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern[1:-1], flags=re.DOTALL)
 
 
 def _kinds(kind: Any) -> list[str]:
