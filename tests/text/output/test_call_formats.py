@@ -5,6 +5,7 @@ tools.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from typing import Any
@@ -227,6 +228,55 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
             ((_, arguments),) = read(said, output_of(form, tools))[1]
             assert re.fullmatch("[a-c]{2}/x|d", arguments["input"]), said
     assert whole > 5
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+NONE: dict[str, Any] = {}
+CITY, N = {"city": "Oslo"}, {"n": 5}
+BOTH = {**N, **CITY}
+
+
+def written(form: CallFormat, arguments: dict[str, Any]) -> str:
+    """Return a call of `f` as its grammar writes it."""
+    as_json = {key: json.dumps(one) for key, one in arguments.items()}
+    if form.kind == "python":
+        inner = "[f(" + ", ".join(f"{key}={one}" for key, one in as_json.items()) + ")]"
+    elif form.kind == "object":
+        inner = '{"name": "f", "arguments": ' + json.dumps(arguments) + "}"
+    elif form.kind == "braces":
+        inner = ",".join(f"{key}:{one}" for key, one in as_json.items()).replace('"', form.value_end)
+        inner = f"call:f{{{inner}}}"
+    else:
+        key, behind = form.key
+        inner = "".join(f"{key}{name}{behind}{one}{form.value_end}" for name, one in arguments.items())
+        inner = form.open.replace("{name}", "f") + inner + form.close
+    return form.begin + inner + form.end
+
+
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "qwen_xml", "glm", "minimax", "hermes"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object"}, [NONE, CITY, BOTH], []),
+        ({"type": "object", "additionalProperties": True}, [NONE, CITY, BOTH], []),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, [NONE, CITY], []),
+        ({"type": "object", "required": ["city"]}, [CITY], [NONE]),
+        ({"anyOf": [NUMBER, {"type": "object"}]}, [NONE, CITY, BOTH], []),
+        ({**NUMBER, "additionalProperties": True}, [N, BOTH], [NONE, CITY]),
+        ({**NUMBER, "additionalProperties": False}, [N], [NONE, CITY, BOTH]),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": NUMBER}}, [N], [NONE, CITY, BOTH]),
+        ({"type": "object", "properties": {}}, [NONE], [CITY]),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name(name: str, schema: Any, good: list[Any], bad: list[Any]) -> None:
+    form, tools = BY_NAME[name], [tool("f", schema)]
+    offered = callable_tools(tools, None, None)
+    grammar = checked(Shape(calls=lark_of_calls(form, offered, required=True, parallel=False)))
+    for one in good:
+        assert accepts(grammar, written(form, one)), one
+        ((_, arguments),) = read(written(form, one), output_of(form, tools))[1]
+        assert arguments == one or (form.kind == "tagged" and arguments == {**one, "n": "5"} and not bad)
+    assert not any(accepts(grammar, written(form, one)) for one in bad)
 
 
 @pytest.mark.parametrize("name", ["gemma", "lfm2"])

@@ -18,6 +18,7 @@ from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
 from cairn.text.grammar.lark import literal
 from cairn.text.grammar.prepare_schema import SchemaError, check_bounds, prepared_text
 from cairn.text.output.call_formats import CallFormat
+from cairn.text.output.references import followed
 from cairn.text.output.tool_parser import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -26,6 +27,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _encoder = msgspec.json.Encoder()
 _NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
 """A text that does not begin like a call without tags."""
+_NEW_NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""Names of arguments that a schema allows without naming them."""
 
 
 class Offered(NamedTuple):
@@ -170,12 +173,16 @@ class _Grammar:
         """Return the expression of arguments in tags, in the schema's order; optional ones may be left out."""
         form = self._form
         parts = []
-        for key, value, required in _arguments(schema):
+        arguments = _arguments(schema, texts=True)
+        for key, value, required in arguments.named:
             name = self.new("a")
             word = form.words[0 if is_text(value) else 1]
             before = _literal(form.key[0] + key + form.key[1].replace("{kind}", word))
             self.rule(name, f"{before} {self._value(value)}")
             parts.append(name if required else f"{name}?")
+        if arguments.others is not False:
+            before = self._new_name(form.key[0], form.key[1].replace("{kind}", form.words[0]), arguments)
+            parts.append(f"({before} {self._value(arguments.others)})*")
         return " ".join(parts)
 
     def _value(self, schema: Any) -> str:
@@ -212,10 +219,14 @@ class _Grammar:
 
     def _keywords(self, schema: Mapping[str, Any], is_: str, joint: str, value: Callable[[Any], str]) -> str:
         """Return the expression of keyword arguments: all required ones, then any of the others."""
-        given = [(f"{_literal(key + is_)} {value(one)}", required) for key, one, required in _arguments(schema)]
+        arguments = _arguments(schema)
+        given = [(f"{_literal(key + is_)} {value(one)}", required) for key, one, required in arguments.named]
         apart = _literal(joint)
         needed = [self._named("p", one) for one, required in given if required]
         others = [self._named("p", one) for one, required in given if not required]
+        if arguments.others is not False:
+            one = self._named("p", f"{self._new_name('', is_, arguments)} {value(arguments.others)}")
+            others.append(self._named("p", f"{one} ({apart} {one})*"))
         if needed:
             return f" {apart} ".join(needed) + "".join(f" ({apart} {one})?" for one in others)
         if not others:
@@ -225,6 +236,16 @@ class _Grammar:
             starts.append(f"{one} {rest}".rstrip())
             rest = self._named("r", f"({apart} {one})? {rest}".rstrip())
         return f"({' | '.join(reversed(starts))})?"
+
+    def _new_name(self, before: str, behind: str, arguments: _Arguments) -> str:
+        """Return the rule of an argument's name that is not among the named ones, and of the texts around it.
+
+        They are one terminal: a terminal of `before` alone would end where a named argument may still follow.
+        """
+        name, taken = self.new("k").upper(), _either([before + key + behind for key, _, _ in arguments.named])
+        beside = f" & ~/{taken}/" if taken else ""
+        self.rule(name, f"/{_either([before])}{_NEW_NAME}{_either([behind])}/{beside}")
+        return name
 
     def _braced(self, schema: Any) -> str:
         """Return the expression of a value in braces.
@@ -265,7 +286,7 @@ class _Grammar:
             self.rule("any", "marked | scalar | object | list")
             self.rule("scalar", f"{self.json({'type': ['number', 'boolean', 'null']})}")
             self.rule("object", '"{" (pair ("," pair)*)? "}"')
-            self.rule("pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any')
+            self.rule("pair", f'/{_NEW_NAME}/ ":" any')
             self.rule("list", '"[" (any ("," any)*)? "]"')
             self._marked()
         return "any"
@@ -287,20 +308,42 @@ class _Grammar:
         return name
 
 
-def _arguments(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, whether it is required) of each argument that a schema names."""
+class _Arguments(NamedTuple):
+    """The arguments that a schema allows."""
+
+    named: list[tuple[str, Any, bool]]
+    """(name, schema, whether it is required) of each argument that the schema names."""
+    others: Any
+    """The schema of any further arguments; False if there are none."""
+
+
+def _arguments(schema: Mapping[str, Any], *, texts: bool = False) -> _Arguments:
+    """Return the arguments that a whole schema allows; any if it names none and is not closed.
+
+    Further arguments never have the name of a named one. They may repeat each other's, which no grammar can prevent.
+    `texts`: they must be texts, because the parser reads no other values of arguments that the schema does not name.
+    """
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    schema = followed(schema)
     properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, Mapping):
-        return []
-    needed = set(map(str, required)) if isinstance(required, list) else set()
+    needed = dict.fromkeys(map(str, required)) if isinstance(required, list) else {}
     if wrong := next((key for key in needed if not _NAME.fullmatch(key)), None):
         raise GrammarError(f"an argument named {wrong[:64]!r} cannot be written in this model's calls")
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return [
-        (key, {**shared, **value} if shared and isinstance(value, Mapping) else value, key in needed)
-        for key, value in properties.items()
-        if _NAME.fullmatch(key)
-    ]
+    known = properties if isinstance(properties, Mapping) else {}
+    others = schema.get("additionalProperties", not known)
+    if "patternProperties" in schema and not known:
+        others = True
+    if texts and not is_text(others):
+        others = True
+    if others is not False:
+        known = {**known, **{key: others for key in needed if key not in known}}
+    named = [(key, _beside(shared, one), key in needed) for key, one in known.items() if _NAME.fullmatch(key)]
+    return _Arguments(named, _beside(shared, others))
+
+
+def _beside(shared: Mapping[str, Any], schema: Any) -> Any:
+    """Return a schema with the definitions that it may refer to."""
+    return {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
 
 
 _NAME = re.compile(r"[^<>\n\"'=,(){}\s]{1,128}")
@@ -316,7 +359,7 @@ def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
 
 def _either(texts: Sequence[str]) -> str:
     """Return a pattern of any of these texts, escaped for use between slashes."""
-    return "|".join(re.escape(text).replace("/", r"\/") for text in texts)
+    return "|".join(re.escape(text).replace("/", r"\/").replace("\n", "n") for text in texts)
 
 
 def _whole_pattern(schema: Any) -> str:
