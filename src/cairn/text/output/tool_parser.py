@@ -123,6 +123,8 @@ def is_text(schema: Any) -> bool:
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    if "const" in schema:
+        return isinstance(schema["const"], str)
     if isinstance(schema.get("enum"), list):
         return any(isinstance(one, str) for one in schema["enum"])
     choices = [one for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]
