@@ -137,7 +137,7 @@ class Collections:
         self.store, self._answerer = store, answerer
         self._extractor = Extractor()
         self._eraser = FairSemaphore(each=1, what="the eraser of documents")
-        """Lets one erasure at a time rewrite its index, in turn among tenants: others wait for the database meanwhile."""
+        """Lets one erasure at a time rewrite an index, in turn among tenants: all others wait for the database."""
 
     async def add(
         self,

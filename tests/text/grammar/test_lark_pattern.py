@@ -97,7 +97,7 @@ def test_a_grammar_without_a_pattern_is_refused(grammar: str, why: str) -> None:
         pattern_of(grammar)
 
 
-@pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda one: one.name)
 def test_escapes_in_literals_are_those_of_llguidance_in_every_form(form: CallFormat) -> None:
     said = "a\u00e9A\b\u2028\x0b/"
     pattern = pattern_of(r'start: "a\u00e9\x41" "\b\u2028\x0b\/"')
@@ -108,10 +108,18 @@ def test_escapes_in_literals_are_those_of_llguidance_in_every_form(form: CallFor
     assert not accepts(held, _call(form, {"f": said.replace("\u00e9", "u00e9")}))
 
 
-@pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
-def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
+@pytest.mark.parametrize("form", FORMATS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (PATCH, [EDIT], ["*** Begin Patch\nrm -rf\n*** End Patch", ""]),
+        (r"start: /[A-Z]:[\\\/][a-z]+/", ["C:\\a", "C:/a"], ["C:a", "C:\\/a"]),
+    ],
+    ids=["patch", "slashes"],
+)
+def test_a_call_is_held_to_it_in_every_form(form: CallFormat, grammar: str, good: list[str], bad: list[str]) -> None:
     """Both as JSON and as plain text between tags."""
-    text = {"type": "string", "pattern": f"^(?:{pattern_of(PATCH)})$"}
+    text = {"type": "string", "pattern": f"^(?:{pattern_of(grammar)})$"}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
     offered = [Offered("apply_patch", schema)]
     held = checked(Shape(calls=lark_of_calls(form, offered, required=True, parallel=False)))
@@ -120,9 +128,8 @@ def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
         said = {"apply_patch": given}
         return _call(form, said)
 
-    assert accepts(held, called(EDIT)), called(EDIT)
-    assert not accepts(held, called("*** Begin Patch\nrm -rf\n*** End Patch"))
-    assert not accepts(held, called(""))
+    assert all(accepts(held, called(one)) for one in good)
+    assert not any(accepts(held, called(one)) for one in bad)
 
 
 def _call(form: CallFormat, said: dict[str, str]) -> str:
@@ -140,7 +147,13 @@ def _call(form: CallFormat, said: dict[str, str]) -> str:
     else:
         opened = form.open.replace("{name}", name).replace("{index}", "0")
         if kind == "named":
+<<<<<<< HEAD
             inner = f'{{"input": {text}}}'
+=======
+            inner = json.dumps({"input": pattern})
+        elif kind == "braces":
+            inner = f"{{input:{form.value_end}{pattern}{form.value_end}}}"
+>>>>>>> mendcalls
         else:
             inner = f"{form.key[0]}input{form.key[1]}{pattern}{form.value_end}"
         inner = opened + inner + form.close

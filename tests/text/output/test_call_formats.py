@@ -5,6 +5,7 @@ tools.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from typing import Any
@@ -229,14 +230,132 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
     assert whole > 5
 
 
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+NONE: dict[str, Any] = {}
+CITY, N = {"city": "Oslo"}, {"n": 5}
+BOTH = {**N, **CITY}
+
+
+def written(form: CallFormat, arguments: dict[str, Any]) -> str:
+    """Return a call of `f` as its grammar writes it."""
+    as_json = {key: json.dumps(one) for key, one in arguments.items()}
+    if form.kind == "python":
+        inner = "[f(" + ", ".join(f"{key}={one}" for key, one in as_json.items()) + ")]"
+    elif form.kind == "object":
+        inner = '{"name": "f", "arguments": ' + json.dumps(arguments) + "}"
+    elif form.kind == "braces":
+        marked = re.sub(
+            r'"(\w+)":|"',
+            lambda found: f"{found[1]}:" if found[1] else form.value_end,
+            json.dumps(arguments, separators=(",", ":")),
+        )
+        inner = f"call:f{marked}"
+    else:
+        key, behind = form.key
+        texts = {name: one if isinstance(one, str) else as_json[name] for name, one in arguments.items()}
+        inner = "".join(f"{key}{name}{behind}{one}{form.value_end}" for name, one in texts.items())
+        inner = form.open.replace("{name}", "f") + inner + form.close
+    return form.begin + inner + form.end
+
+
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "qwen_xml", "glm", "minimax", "hermes"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object"}, [NONE, CITY, BOTH], []),
+        ({"type": "object", "additionalProperties": True}, [NONE, CITY, BOTH], []),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, [NONE, CITY], []),
+        ({"type": "object", "required": ["city"]}, [CITY], [NONE]),
+        ({"anyOf": [NUMBER, {"type": "object"}]}, [NONE, CITY, BOTH], []),
+        ({**NUMBER, "additionalProperties": True}, [N, BOTH], [NONE, CITY]),
+        ({**NUMBER, "additionalProperties": False}, [N], [NONE, CITY, BOTH]),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": NUMBER}}, [N], [NONE, CITY, BOTH]),
+        ({"type": "object", "properties": {}}, [NONE], [CITY]),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name(name: str, schema: Any, good: list[Any], bad: list[Any]) -> None:
+    form, tools = BY_NAME[name], [tool("f", schema)]
+    offered = callable_tools(tools, None, None)
+    grammar = checked(Shape(calls=lark_of_calls(form, offered, required=True, parallel=False)))
+    for one in good:
+        assert accepts(grammar, written(form, one)), one
+        ((_, arguments),) = read(written(form, one), output_of(form, tools))[1]
+        assert arguments == one or (form.kind == "tagged" and arguments == {**one, "n": "5"} and not bad)
+    assert not any(accepts(grammar, written(form, one)) for one in bad)
+
+
+P = {"type": "object", "properties": {"city": {"type": "string"}, "next": {"$ref": "#/$defs/P"}}, "required": ["city"]}
+PAIR = [{"type": "integer"}, {"type": "string"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "good", "bad"),
+    [
+        ("gemma", {"$ref": "#/$defs/P"}, [CITY, {**CITY, "next": CITY}], [{"wrong": 1}, {**CITY, "next": 5}, "a"]),
+        ("gemma", {"allOf": [{"$ref": "#/$defs/P"}], "description": "x"}, [CITY], [{"wrong": 1}]),
+        ("gemma", {"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, [CITY, None], [{"wrong": 1}]),
+        ("gemma", {"type": "object", "anyOf": [P, {"properties": {"a": {"const": 1}}}]}, [CITY, {"a": 1}], [5, "a"]),
+        ("gemma", {"const": 5}, [5], [7, "5"]),
+        ("gemma", {"const": "a"}, ["a"], ["b"]),
+        ("gemma", {"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"a": 1}], [{"a": "no"}, 5]),
+        ("gemma", {"type": "array", "prefixItems": PAIR, "items": False}, [[], [1], [1, "a"]], [["no"], [1, "a", 1]]),
+        ("gemma", {"type": "array", "prefixItems": PAIR, "minItems": 2}, [[1, "a"], [1, "a", True]], [[], [1]]),
+        ("qwen_xml", {"const": "a"}, ["a"], ["b"]),
+        ("qwen_xml", {"const": 5}, [5], [7]),
+        ("qwen_xml", {"type": ["string", "null"], "enum": ["a", "b", None]}, ["a", "b"], ["c"]),
+        ("qwen_xml", {"anyOf": [{"enum": ["a", "b"]}, {"const": "c"}, {"type": "null"}]}, ["a", "c"], ["d"]),
+        ("qwen_xml", {"type": "string", "format": "date", "pattern": "^(?:2.*)$"}, ["2026-11-29"], ["1999-01-01", "2"]),
+        ("qwen_xml", {"anyOf": [{"type": "string"}, {"type": "null"}]}, ["a", "b"], []),
+    ],
+)
+def test_a_strict_tool_is_held_to_all_of_its_schema(name: str, schema: Any, good: list[Any], bad: list[Any]) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"P": P}}
+    form, tools, warnings = BY_NAME[name], [tool("f", parameters)], list[str]()
+    offered = callable_tools(tools, None, None, ("f",))
+    calls = lark_of_calls(form, offered, required=True, parallel=False, warnings=warnings)
+    grammar = checked(Shape(calls=calls))
+    for one in good:
+        assert accepts(grammar, written(form, {"x": one})), one
+        assert read(written(form, {"x": one}), output_of(form, tools))[1] == [("f", {"x": one})]
+    assert not any(accepts(grammar, written(form, {"x": one})) for one in bad) and not warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "word"),
+    [
+        ("gemma", {"allOf": [{"type": "integer"}, {"minimum": 5}]}, "allOf"),
+        ("gemma", {"minimum": 5}, "minimum"),
+        ("gemma", {"$ref": "#/$defs/P", "required": ["next"]}, "required"),
+        ("gemma", {**P, "anyOf": [{"required": ["next"]}, {}]}, "anyOf"),
+        ("gemma", {"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, "patternProperties"),
+        ("qwen_xml", {"type": "string", "allOf": [{"enum": ["a"]}]}, "allOf"),
+        ("qwen_xml", {"type": "string", "enum": ["\n"]}, "enum"),
+    ],
+)
+def test_what_a_form_cannot_hold_to_is_an_error_if_strict_and_a_warning_if_not(
+    name: str, schema: Any, word: str
+) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"P": P}}
+    tools, warnings = [tool("f", parameters)], list[str]()
+    with pytest.raises(GrammarError, match=f'^f: "{re.escape(word)}" cannot be enforced'):
+        lark_of_calls(BY_NAME[name], callable_tools(tools, None, None, ("f",)), required=True, parallel=False)
+    offered = callable_tools(tools, None, None)
+    assert checked(Shape(calls=lark_of_calls(BY_NAME[name], offered, required=True, parallel=False, warnings=warnings)))
+    assert warnings == [f'tools: f: "{word}" is not enforced in this model\'s calls']
+
+
 @pytest.mark.parametrize("name", ["gemma", "lfm2"])
 def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
-    """It is built on the event loop. Covers types that are listed repeatedly and arguments that are all optional."""
+    """It is built on the event loop. Covers types listed repeatedly, nested lists, and arguments all optional."""
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(20):
         nested = {"type": ["object"] * 4, "properties": {"a": nested}, "required": ["a"]}
-    deep = callable_tools([tool("f", {"type": "object", "properties": {"a": nested}})], None, None)
-    assert len(lark_of_calls(BY_NAME[name], deep, required=True, parallel=False)) < 20_000
+    lists: dict[str, Any] = {"type": "integer"}
+    for _ in range(14):
+        lists = {"type": "array", "items": lists}
+    for one in (nested, lists):
+        deep = callable_tools([tool("f", {"type": "object", "properties": {"a": one}})], None, None)
+        assert len(lark_of_calls(BY_NAME[name], deep, required=True, parallel=False)) < 20_000
     properties = {f"p{number}": {"type": "integer"} for number in range(1000)}
     wide = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
     assert len(lark_of_calls(BY_NAME[name], wide, required=True, parallel=False)) < 300_000

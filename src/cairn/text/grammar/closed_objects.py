@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cairn.text.grammar.references import resolved
+from cairn.text.output.references import resolved
 
 _OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"})
 _OPENING |= {"allOf", "if", "then", "else", "dependentSchemas"}

@@ -92,13 +92,13 @@ class Compiler:
         work = partial(_calls, form, tools, choice, alone=choice.required or structure is not None)
         long = length(tools) > INLINE
         try:
-            calls, held = await self._long.run(share, work, None) if long else work(None)
+            calls, _, unheld = await self._long.run(share, work, None) if long else work(None)
             made = await self._compiled(calls, structure, output, "tools", share)
-            return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
+            return made._replace(warnings=(*made.warnings, *unheld))
         except (InvalidRequest, GrammarError):
             pass  # at least one tool's schema does not compile: try again with only the strict tools' schemas
         try:
-            calls, held = await self._long.run(share, work, choice.strict) if long else work(choice.strict)
+            calls, held, _ = await self._long.run(share, work, choice.strict) if long else work(choice.strict)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
@@ -145,10 +145,14 @@ def _calls(
     held: Sequence[str] | None,
     *,
     alone: bool,
-) -> tuple[str, list[Offered]]:
-    """Return the grammar of calls and its tools; `alone`: an answer must be calls. Raises as `callable_tools`."""
+) -> tuple[str, list[Offered], list[str]]:
+    """Return the grammar of calls, its tools, and warnings about parts of their schemas that it does not enforce.
+
+    `alone`: an answer must be calls. Raises as `callable_tools`.
+    """
     found = callable_tools(tools, choice.names, held, choice.strict)
-    return lark_of_calls(form, found, required=alone, parallel=choice.parallel), found
+    warnings = [one for tool in found for one in tool.warnings]
+    return lark_of_calls(form, found, required=alone, parallel=choice.parallel, warnings=warnings), found, warnings
 
 
 def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:

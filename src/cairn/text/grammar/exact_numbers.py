@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from cairn.text.grammar.lark import BLANKS, MAX_GRAMMAR, json_part, literal
 from cairn.text.grammar.prepare_schema import EXACT, SchemaError, kinds_of
-from cairn.text.grammar.references import resolved
+from cairn.text.output.references import resolved
 
 _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")

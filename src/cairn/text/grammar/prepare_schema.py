@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.patterns import FORMATS, KNOWN_FORMATS, without_look_ahead
-from cairn.text.grammar.references import resolved
+from cairn.text.output.references import resolved
 
 MAX_DEPTH = 128
 MAX_OPTIONAL = 400

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from cairn.text.output.argument_fit import names_in, shape_of
 from cairn.text.output.begun_calls import OWN_ID
 from cairn.text.output.json_scan import JsonScanner
+from cairn.text.output.references import followed
 from cairn.text.output.tagged_values import MAX_NAME, ValueScanner, ValueTags
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.outputs import ToolCallDelta
@@ -107,7 +108,8 @@ def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             continue
         parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        named = followed(parameters) if xml else None
+        properties = named.get("properties") if isinstance(named, Mapping) else None
         known = properties.items() if xml and isinstance(properties, Mapping) else ()
         values = tuple(valid_text(key) for key, schema in known if not is_text(schema))
         offered.append(OfferedTool(valid_text(function["name"]), values, shape_of(parameters)))
@@ -121,6 +123,8 @@ def is_text(schema: Any) -> bool:
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    if "const" in schema:
+        return isinstance(schema["const"], str)
     if isinstance(schema.get("enum"), list):
         return any(isinstance(one, str) for one in schema["enum"])
     choices = [one for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]

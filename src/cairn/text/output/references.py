@@ -22,3 +22,14 @@ def resolved(root: Any, reference: str) -> Any:
         else:
             return None
     return found
+
+
+def followed(root: Any) -> Any:
+    """Return the schema that the `$ref` at the top of a whole schema leads to; `root` itself without one."""
+    found, seen = root, set[str]()
+    while isinstance(found, Mapping) and "properties" not in found and isinstance(found.get("$ref"), str):
+        if found["$ref"] in seen:
+            return root
+        seen.add(found["$ref"])
+        found = resolved(root, found["$ref"])
+    return found if isinstance(found, Mapping) else root
