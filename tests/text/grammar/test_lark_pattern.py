@@ -147,13 +147,9 @@ def _call(form: CallFormat, said: dict[str, str]) -> str:
     else:
         opened = form.open.replace("{name}", name).replace("{index}", "0")
         if kind == "named":
-<<<<<<< HEAD
             inner = f'{{"input": {text}}}'
-=======
-            inner = json.dumps({"input": pattern})
         elif kind == "braces":
             inner = f"{{input:{form.value_end}{pattern}{form.value_end}}}"
->>>>>>> mendcalls
         else:
             inner = f"{form.key[0]}input{form.key[1]}{pattern}{form.value_end}"
         inner = opened + inner + form.close
