@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.service.tiny import make_embedder
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(models=["demo", str(make_embedder(tmp_path_factory.mktemp("models") / "embedder"))]) as process:
+        until = time.monotonic() + 30
+        while run(process, "collection", "create", "first")[0] and time.monotonic() < until:
+            time.sleep(0.1)  # the models' files are still being read
         yield process
 
 
