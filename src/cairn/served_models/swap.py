@@ -17,7 +17,7 @@ from cairn.frontend.service import Service
 from cairn.served_models.fit import Fit
 from cairn.served_models.loader import ModelLoader, shown_gb, to_end
 from cairn.served_models.registry import ModelRegistry
-from cairn.served_models.served_model import LoadedModel, ServedModel, locate
+from cairn.served_models.served_model import LoadedModel, ServedModel, ends_of, locate
 from cairn.types.errors import (
     CairnError,
     ConfigError,
@@ -77,12 +77,12 @@ class ModelSwap:
         other = self._registry.get(to)
         if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
-        if other is model:  # after a swap, its own names and place mean the model that it was
-            return msgspec.structs.replace(model.own_config, **named)
-        if other is not None:
+        if other is not None and other is not model:  # after a swap, its own reference is another model again
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
+        if to in {model.name, *model.config.alias, *ends_of(model.own_config.model)}:  # swapped back
+            return msgspec.structs.replace(model.own_config, **named)
         return msgspec.structs.replace(model.config, model=to, tokenizer=None, adapters=(), **named)
 
     async def _fit_beside(self, place: Path) -> Fit | None:
