@@ -23,7 +23,7 @@ log = logging.getLogger("cairn.api")
 AT_ONCE = 2
 """Files read and embedded at once; at most one of each tenant."""
 RETRY_SECONDS = 5.0
-"""Seconds after which a file's state is written again that the disk refused."""
+"""Seconds between attempts to record the end of a file that the disk refuses."""
 FIELD = "file"
 
 Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]

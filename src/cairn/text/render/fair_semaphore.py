@@ -137,12 +137,8 @@ class FairSemaphore:
             self._waiting.remove(share, waiter)
 
 
-class LongTexts:
+class LongTexts(FairSemaphore):
     """Threads that parse, count and encode long texts, `AT_ONCE` at a time, one of each tenant."""
 
     def __init__(self) -> None:
-        self._slots = FairSemaphore(AT_ONCE, each=1, what="the threads that read long texts")
-
-    async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Run `work(*args, **more)` as `FairSemaphore.run` does, when the tenant gets a slot."""
-        return await self._slots.run(share, work, *args, **more)
+        super().__init__(AT_ONCE, each=1, what="the threads that read long texts")
