@@ -52,6 +52,16 @@ def test_html_is_read_without_hidden_parts() -> None:
     assert sections("  \n", "txt") == [] and sections(" x ", "txt") == [Section("", "x")]
 
 
+def test_html_headings_without_an_end_lose_no_text() -> None:
+    assert sections("<p>A<h1>One<p>two<p>three<h2>Four</h2>five<h2>six", "html") == [
+        Section("", "A"),
+        Section("", "One\n\ntwo\n\nthree"),
+        Section("Four", "five"),
+        Section("Four", "six"),
+    ]
+    assert sections("<h1><div>One</div><div>two</div></h1>three", "html") == [Section("One two", "three")]
+
+
 def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
     rng = random.Random(1)
     for _ in range(300):

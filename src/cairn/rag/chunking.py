@@ -132,11 +132,14 @@ class _HtmlReader(HTMLParser):
             self._text.append(data if self._verbatim else re.sub(r"\s+", " ", data))
 
     def _break(self) -> None:
-        if self._text and self._text[-1] != "\n\n":
-            self._text.append("\n\n")
+        pieces = self._title if self._level else self._text
+        if pieces and pieces[-1] != "\n\n":
+            pieces.append("\n\n")
 
     def end(self) -> None:
         """Close the section read so far."""
+        if self._level:  # a heading without its end holds what follows it
+            self._text, self._level = self._title, 0
         self.outline.add(re.sub(r"\n{3,}", "\n\n", "".join(self._text)))
         self._text = []
 
