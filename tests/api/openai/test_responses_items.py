@@ -63,3 +63,18 @@ def test_many_items_are_joined_once() -> None:
         began = time.process_time()
         assert len(read(items)) == 1
         assert time.process_time() - began < SECONDS
+
+
+def test_a_shells_output_follows_what_was_said_before_its_call() -> None:
+    call = {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}}
+    output = {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "a.txt\n"}]}
+    for before, field in ((said("I will look."), "content"), (thought("I will look."), "reasoning_content")):
+        answer, result = read([before, call, output])
+        assert answer[field] == "I will look." and answer["tool_calls"][0]["id"] == "s"
+        assert result == {"role": "tool", "tool_call_id": "s", "content": "a.txt"}
+
+
+def test_calls_keep_the_namespace_of_their_tool() -> None:
+    custom = {"type": "custom_tool_call", "namespace": "ns", "name": "f", "input": "x", "call_id": "c"}
+    for item in (CALL | {"namespace": "ns"}, custom):
+        assert read([item])[0]["tool_calls"][0]["function"]["name"] == "ns__f"

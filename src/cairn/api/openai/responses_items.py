@@ -141,13 +141,10 @@ class _Items:
             self._thought.append(text)
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
-        name, namespace = _text(item, "name", where), item.get("namespace")
-        if isinstance(namespace, str):
-            name = f"{namespace}__{name}"
-        self._add_call(item, name, _text(item, "arguments", where), where)
+        self._add_call(item, _called(item, where), _text(item, "arguments", where), where)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
-        self._add_call(item, _text(item, "name", where), packed(_text(item, "input", where)), where)
+        self._add_call(item, _called(item, where), packed(_text(item, "input", where)), where)
 
     def _client_call(self, item: Mapping[str, Any], where: str) -> None:
         kind = str(item["type"]).removesuffix("_call")
@@ -168,7 +165,7 @@ class _Items:
         else:
             text = output if isinstance(output, str) else str(item.get("status") or "")
         id = item if "call_id" in item else {"call_id": item.get("id")}
-        self.messages.append({"role": "tool", "tool_call_id": _text(id, "call_id", where), "content": text})
+        self._put({"role": "tool", "tool_call_id": _text(id, "call_id", where), "content": text})
 
     def _add_call(self, item: Mapping[str, Any], name: str, arguments: str, where: str) -> None:
         function = {"name": name, "arguments": arguments}
@@ -194,6 +191,12 @@ class _Items:
         if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
             self._put({"role": "assistant", "content": None})
         return self.messages[-1]
+
+
+def _called(item: Mapping[str, Any], where: str) -> str:
+    """Return the name of the tool that a call means, with its namespace if it has one."""
+    name, namespace = _text(item, "name", where), item.get("namespace")
+    return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
 def _shown_output(output: Any, where: str) -> str:
