@@ -235,3 +235,25 @@ def test_agents_and_routes_about_a_request_use_the_named_model(server: Served) -
         assert post(server, path, model="beta", input="hello").status_code == 200
         unknown = post(server, path, model="gpt-5", input="hello")
         assert unknown.status_code == 404 and "alpha, beta, gamma" in unknown.text
+
+
+def test_a_web_page_cannot_have_models_loaded_or_unloaded(server: Served) -> None:
+    """Browsers send such a body to any server without asking it first."""
+
+    def states() -> dict[str, str]:
+        return {item["id"]: item["state"] for item in get(server, "/v1/models")["data"]}
+
+    for name in ("alpha", "beta"):
+        assert post(server, "/v1/chat/completions", model=name, messages=HELLO, max_tokens=4).status_code == 200
+    before = states()
+    assert before["gamma"] == "on disk" and before["alpha"] == "loaded"
+    headers = {"origin": "https://evil.example", "content-type": "text/plain"}
+    for path, body in (
+        ("/v1/chat/completions", {"model": "gamma"}),
+        ("/api/chat", {"model": "alpha", "keep_alive": 0}),
+    ):
+        answer = httpx.post(
+            server.url + path, content=json.dumps(body), headers=headers, trust_env=False, verify=False, timeout=60
+        )
+        assert answer.status_code == 403, answer.text
+    assert states() == before

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.api.chat.attribution import AgentAttribution
+from cairn.api.http.body import check_origin, is_json
 from cairn.api.http.call import HTTPCall, query, shown
 from cairn.api.http.event_log import parse_id
 from cairn.frontend.adapter_services import AdaptedService
@@ -93,7 +94,8 @@ class ModelRouter:
         """Yield the service of the call's model, which is loaded first if it is not.
 
         `how` is the `model` of its route; with "url" nothing is loaded. Raises UnknownModel for a name that no model
-        has, Unavailable if the model cannot be loaded in time, and Conflict if it is not loaded for "url".
+        has, Unavailable if the model cannot be loaded in time, Conflict if it is not loaded for "url", and Forbidden
+        for a web page that may not call.
         """
         if not how:
             service = self._about(call) or self._models.services.first
@@ -105,6 +107,8 @@ class ModelRouter:
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
+        if not is_json(call):  # a web page that may not call must not have a model loaded or unloaded either
+            check_origin(call)
         choice = await self._choose(call, how) if self._peeks else ModelChoice(self._models.models[0])
         model = choice.model
         began, there = time.monotonic(), model.loaded is not None
@@ -228,7 +232,10 @@ def _scales(lora: Any) -> dict[int, float] | None:
         id, scale = (one.get("id"), one.get("scale")) if isinstance(one, dict) else (None, None)
         if not isinstance(id, int) or not isinstance(scale, int | float) or isinstance(id, bool):
             return None
-        found[id] = float(scale)
+        try:
+            found[id] = float(scale)
+        except OverflowError:
+            return None
     return found
 
 
@@ -237,14 +244,14 @@ def seconds_of(given: Any) -> float:
 
     Infinite if it is negative. Raises InvalidRequest for anything else.
     """
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(given) if given >= 0 else math.inf
     try:
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            return float(given) if given >= 0 else math.inf
         found = DURATION.fullmatch(given) if isinstance(given, str) else None
         if found is None:
             raise ValueError
         seconds = sum(float(part[1]) * UNITS[part[2]] for part in PART.finditer(found[2]))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidRequest(
             'keep_alive must be a number of seconds, or a duration such as "10m" or "1h30m0s"', field="keep_alive"
         ) from None

@@ -53,10 +53,15 @@ async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
 
     Browsers send such a body without a preflight, so the page's origin is checked.
     """
-    if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
+    if not is_json(call):
         check_origin(call)
     _check_coding(call)
     return await _parsed(call, await call.body(), config)
+
+
+def is_json(call: HTTPCall) -> bool:
+    """Return whether the content type is JSON, for which browsers ask the server first."""
+    return (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() == b"application/json"
 
 
 def check_origin(call: HTTPCall) -> None:
@@ -82,8 +87,7 @@ async def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]
 
 
 def _check_headers(call: HTTPCall) -> None:
-    kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
+    if not is_json(call):
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
     _check_coding(call)
 
