@@ -105,6 +105,7 @@ def test_another_order_is_refused(samplers: list[str]) -> None:
     [
         ({"typical_p": 1.5}, "typical_p"),
         ({"typical_p": True}, "typical_p"),
+        ({"mirostat": 10**350}, "mirostat"),
         ({"top_n_sigma": float("nan")}, "top_n_sigma"),
         ({"xtc_threshold": "a"}, "xtc_threshold"),
         ({"dry_base": 0.5}, "dry_base"),

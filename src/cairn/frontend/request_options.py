@@ -22,6 +22,7 @@ from cairn.frontend.sampling_extras import (
     bias_of,
     extras_of,
     numbers,
+    shown,
 )
 from cairn.scheduler.sequence import MAX_PRIORITY
 from cairn.system.interfaces import Rng
@@ -223,7 +224,7 @@ def requests(
     Raise InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
     ContextTooLong if the prompt leaves no room in the context.
     """
-    tokens, output = _prompt(prompt, spec), params.output
+    tokens, output = checked_prompt(prompt, spec), params.output
     if params.grammar is not None and options.ignore_eos:
         raise InvalidRequest("ignore_eos must be false with structured output, which ends itself", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
@@ -273,7 +274,7 @@ def requests(
     )
 
 
-def _prompt(prompt: Sequence[int], spec: ModelSpec) -> tuple[int, ...]:
+def checked_prompt(prompt: Sequence[int], spec: ModelSpec) -> tuple[int, ...]:
     """Return the prompt's token ids. Raise InvalidRequest if there is none, or one that is not in the vocabulary."""
     tokens = tuple(prompt)
     if not tokens:
@@ -339,7 +340,7 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, float) and not math.isfinite(value):  # an int is always finite, but may not fit a float
         raise InvalidRequest(f"{name} must be a finite number", field=name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_shown(value)}", field=name)
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {shown(value)}", field=name)
     return float(value)
 
 
@@ -376,15 +377,8 @@ def _count(name: str, value: object, low: float, high: float, limit: str = "") -
     if not low <= value <= high:
         named = f" ({limit})" if limit else ""
         allowed = f"{low}" if low == high else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be {allowed}{named}; it is {_shown(value)}", field=name)
+        raise InvalidRequest(f"{name} must be {allowed}{named}; it is {shown(value)}", field=name)
     return value
-
-
-def _shown(value: float) -> str:
-    """Format a number for an error message; abbreviate whole numbers of more than 64 bits."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
 
 
 def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:

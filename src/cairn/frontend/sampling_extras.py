@@ -74,11 +74,18 @@ def numbers(options: Mapping[str, Any]) -> dict[str, float]:
         if not good or (isinstance(value, float) and not math.isfinite(value)):
             raise InvalidRequest(f"{name} must be a finite number", field=name)
         if not low <= value <= high:
-            raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {value:.20g}", field=name)
+            raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {shown(value)}", field=name)
         if name in WHOLE and value != int(value):
             raise InvalidRequest(f"{name} must be a whole number", field=name)
         values[name] = float(value)
     return values
+
+
+def shown(value: float) -> str:
+    """Format a number for an error message; abbreviate whole numbers of more than 64 bits."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
 
 
 def extras_of(

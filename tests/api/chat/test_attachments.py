@@ -305,3 +305,20 @@ async def test_large_images_are_digested_beside_the_event_loop(monkeypatch: pyte
     await attachments.leave_out(None, ChatBody, body, Config())
     assert threads and threading.get_ident() not in threads
     assert TEXT in json.dumps(body)
+
+
+@pytest.mark.parametrize("kind", [{}, [], 1, None])
+async def test_types_that_are_no_texts_are_refused_beside_an_image(kind: Any) -> None:
+    async with site(ScriptedService()) as at:
+        for message in (
+            {"role": "user", "type": kind, "content": of_openai(IMAGE_URL)},
+            {"role": "user", "content": of_openai(IMAGE_URL, {"type": kind})},
+        ):
+            assert (await post(at, CHAT, messages(message))).status_code == 400
+
+
+@pytest.mark.parametrize("prompt", [5, ["a"], {}])
+async def test_a_prompt_that_is_no_text_is_refused_beside_an_image(prompt: Any) -> None:
+    async with site(ScriptedService(), Config(images="text")) as at:
+        answer = await post(at, "/api/generate", {"prompt": prompt, "images": [DATA]})
+        assert answer.status_code == 400, answer.text

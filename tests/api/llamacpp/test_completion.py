@@ -224,3 +224,10 @@ async def test_a_rendered_chat_is_a_prompt_of_the_same_tokens(tmp_path: Path, to
         again = (await post(at, "/completion", prompt=text, n_predict=4, temperature=0)).json()
         assert again["tokens_cached"] > 0 and again["tokens_evaluated"] == answer["usage"]["prompt_tokens"]
         assert again["tokens_predicted"] == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1 << 40], ["a", -1], ["a", [1 << 31]]])
+async def test_ids_of_no_token_are_refused(prompt: Any, tmp_path: Path) -> None:
+    async with serving(make_model(tmp_path / "tiny")) as served, site(served) as at:
+        answer = await post(at, "/completion", prompt=prompt)
+        assert answer.status_code == 400 and "token id" in answer.text

@@ -39,8 +39,8 @@ _DATA = ("data", "file_data")
 """Fields that hold an attachment in base64."""
 _ADDRESSES = ("url", "file_url", "file_id")
 """Fields with the address of an attachment, which may be the attachment itself: `data:...`."""
-_RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_result"})
-_ANSWERS = frozenset({"reasoning", "function_call", "custom_tool_call"})
+_RESULTS = ("function_call_output", "custom_tool_call_output", "tool_result")
+_ANSWERS = ("reasoning", "function_call", "custom_tool_call")
 
 
 class LeftOut(NamedTuple):
@@ -169,8 +169,9 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 
 def _join(body: dict[str, Any], items: Any, images: Any) -> None:
     """Append Ollama's images, which come in a list of their own, to the texts that they belong to."""
-    if isinstance(images, list):
-        body["prompt"] = "\n".join([*filter(None, [body.get("prompt")]), *images])
+    prompt = body.get("prompt")
+    if isinstance(images, list) and isinstance(prompt, str | None):
+        body["prompt"] = "\n".join([*filter(None, [prompt]), *images])
         del body["images"]
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict) and isinstance(texts := item.get("images"), list):

@@ -21,6 +21,7 @@ from cairn.api.http.call import HTTPCall
 from cairn.api.http.routes import Route
 from cairn.api.http.sse import HEARTBEAT, error_event, json_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
+from cairn.frontend.request_options import checked_prompt
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
@@ -91,6 +92,10 @@ class Llama:
 
     async def _run(self, call: HTTPCall, service: Service, body: LlamaBody, prompts: Sequence[Sequence[int]]) -> None:
         options = body.options(logprobs=bool(body.n_probs), top_logprobs=body.n_probs or None)
+
+        for prompt in prompts:
+            if prompt:
+                checked_prompt(prompt, service.spec)  # before ids are spelled that no token has
 
         def spelled() -> list[str]:
             return [service.tokenizer.spell(prompt) for prompt in prompts]
