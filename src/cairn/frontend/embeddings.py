@@ -118,8 +118,13 @@ def longest_text(service: Service) -> int:
 async def vectors(service: Service, texts: Sequence[Text], asking: EmbeddingCall) -> tuple[list[Vector], int]:
     """Return the vector of each text as the model gives it, and the tokens of all texts together."""
     check_embeds(service)
-    wholes = await _encoded(service, texts, asking)
-    return await _computed(service, wholes, asking), sum(len(whole.tokens) for whole in wholes)
+    if not texts:
+        raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
+    if len(texts) > MAX_TEXTS:
+        raise InvalidRequest(f"{asking.field} holds {len(texts)} texts; the limit is {MAX_TEXTS}", field=asking.field)
+    named = [asking.field if len(texts) == 1 else f"{asking.field}[{number}]" for number in range(len(texts))]
+    wholes = await _encoded(service, texts, named, asking)
+    return await _computed(service, wholes, asking), _tokens(wholes)
 
 
 async def scores(
@@ -131,16 +136,21 @@ async def scores(
     the cosine, for which each text is computed once.
     """
     check_scores(service)
+    if not pairs:
+        raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     if asking.instruction is not None and service.spec.judge is None:
         raise InvalidRequest(f"{service.name} takes no instruction", field="instruction")
     if service.spec.kind == "rerank":
         wholes = await _encoded_pairs(service, pairs, asking)
         scored = [float(one[0]) for one in await _computed(service, wholes, asking)]
-        return scored if raw else [_logistic(one) for one in scored], sum(len(whole.tokens) for whole in wholes)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    made, tokens = await vectors(service, texts, asking)
-    known = dict(zip(texts, finished(made), strict=True))
-    return [float((known[one] * known[other]).sum()) for one, other in pairs], tokens
+        return scored if raw else [_logistic(one) for one in scored], _tokens(wholes)
+    named: dict[Text, str] = {}
+    for number, (one, other) in enumerate(pairs):
+        named.setdefault(other, f"{asking.field}[{number}]")
+        named.setdefault(one, f"the query of {asking.field}[{number}]")
+    wholes = await _encoded(service, list(named), list(named.values()), asking)
+    known = dict(zip(named, finished(await _computed(service, wholes, asking)), strict=True))
+    return [float((known[one] * known[other]).sum()) for one, other in pairs], _tokens(wholes)
 
 
 def _logistic(score: float) -> float:
@@ -173,12 +183,14 @@ def finished(vectors: Sequence[Vector], dimensions: int | None = None, *, normal
     return done
 
 
-async def _encoded(service: Service, texts: Sequence[Text], asking: EmbeddingCall) -> list[WholeInput]:
-    if not texts:
-        raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
-    if len(texts) > MAX_TEXTS:
-        raise InvalidRequest(f"{asking.field} holds {len(texts)} texts; the limit is {MAX_TEXTS}", field=asking.field)
-    named = [asking.field if len(texts) == 1 else f"{asking.field}[{number}]" for number in range(len(texts))]
+def _tokens(wholes: Sequence[WholeInput]) -> int:
+    return sum(len(whole.tokens) for whole in wholes)
+
+
+async def _encoded(
+    service: Service, texts: Sequence[Text], named: Sequence[str], asking: EmbeddingCall
+) -> list[WholeInput]:
+    """Return the texts as tokens, checked. `named`: how errors call each of them."""
     for name, text in zip(named, texts, strict=True):
         if not text and not isinstance(text, str):
             raise InvalidRequest(f"{name} is empty", field=asking.field)
@@ -238,8 +250,6 @@ def _words(service: Service, name: str | None) -> str:
 
 
 async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: EmbeddingCall) -> list[WholeInput]:
-    if not pairs:
-        raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
     cut = limit if asking.truncate else None
     read = sum(len(_readable(one, cut)) + len(_readable(other, cut)) for one, other in pairs)

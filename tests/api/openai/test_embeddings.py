@@ -336,3 +336,14 @@ def test_passages_of_a_collection_are_judged_where_a_reranker_is_loaded(
         assert [one["score"] for one in by_judge] == pytest.approx(scores, abs=1e-5)
         alone = post(server, "/v1/vector_stores/c/search", **store, ranking_options={"ranker": "none"}).json()["data"]
         assert [one["score"] for one in alone] == pytest.approx([item["score"] for item in plain["data"][:2]], abs=1e-5)
+
+
+def test_an_embedding_models_scores_name_the_text_that_is_too_long(server: Served) -> None:
+    for query, documents, said in (
+        ("q", ["a", words(400)], "documents[1] has "),
+        (words(400), ["a", "b"], "the query of documents[0] has "),
+    ):
+        assert message(server, "/v1/rerank", query=query, documents=documents).startswith(said)
+    texts = [f"{number}" for number in range(2048)]
+    ranked = post(server, "/v1/rerank", query="what", documents=texts, top_n=1)
+    assert ranked.status_code == 200, ranked.text
