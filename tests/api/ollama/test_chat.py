@@ -330,13 +330,14 @@ async def test_a_pull_reports_progress(pulls: list[str]) -> None:
         assert pulls == ["org/model"] * 2, "a served model is present"
 
 
-async def test_a_pull_that_fails(pulls: list[str]) -> None:
+async def test_a_pull_that_fails(pulls: list[str], caplog: pytest.LogCaptureFixture) -> None:
     async with site(service()) as at:
         assert lines(await post(at, "/api/pull", {"model": "org/broken"}))[-1] == {
             "error": "the hub has no model org/broken"
         }
         whole = await post(at, "/api/pull", {"model": "org/broken", "stream": False})
         assert whole.status_code == 500 and "no model" in whole.json()["error"]
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
         nothing = await post(at, "/api/pull", {"model": "../x"})
         assert nothing.status_code == 400 and "hub id" in nothing.json()["error"] and "../x" not in pulls
 

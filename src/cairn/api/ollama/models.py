@@ -185,9 +185,10 @@ class OllamaModels:
         except Exception:
             await lines.fail(internal(lines.id))
             raise
+        else:
+            await lines.say({"status": "verifying sha256 digest"})
         finally:
             pulling.left.set()
-        await lines.say({"status": "verifying sha256 digest"})
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """Delete a download that is not served."""
