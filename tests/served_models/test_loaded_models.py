@@ -360,6 +360,34 @@ async def test_a_swap_moves_the_names_and_running_requests_go_on(tmp_path: Path)
             await models.swap(alpha, "gamma", 1.0)
 
 
+async def test_the_names_of_a_swapped_in_model_go_with_it(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma") as models:
+        await until(lambda: models.models[2].spec)
+        alpha, _, gamma = models.models
+        other = make_models(tmp_path / "more", "delta")[0]
+        own = set(alpha.names)
+        await models.swap(alpha, str(other), 5.0)
+        assert models.find("delta") is models.find(str(other)) is alpha and own <= alpha.names
+        await models.swap(alpha, "alpha", 5.0)
+        assert alpha.names == own
+        with pytest.raises(UnknownModel):
+            models.find("delta")
+        await models.unload(alpha, 0.0)
+        await models.swap(gamma, str(other), 5.0)
+        assert gamma.config.model == str(other)
+
+
+async def test_a_place_means_its_files_whatever_answers_under_its_name(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma") as models:
+        await until(lambda: models.models[2].spec)
+        alpha, beta, gamma = models.models
+        await models.swap(alpha, "beta", 5.0)
+        await models.swap(gamma, str(tmp_path / "alpha"), 5.0)
+        assert gamma.config.model == str(tmp_path / "alpha")
+        models.configure(models.config)
+        assert models.find("beta") is models.find(str(tmp_path / "beta")) is beta
+
+
 @pytest.mark.parametrize("back", ["its place", "its name"])
 async def test_a_swap_back_brings_the_own_options_back(tmp_path: Path, back: str) -> None:
     own = {"alpha": {"context": 256, "chat_template": "chatml"}, "beta": {"context": 128, "max_running": 3}}

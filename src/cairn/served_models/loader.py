@@ -135,8 +135,11 @@ class ModelLoader:
         model.loaded = LoadedModel(service, fit, self.clock.now(), model.ttl, ServedAdapters(service))
         model.spec, model.identity = service.spec, service.spec.identity
         model.name = service.name
-        model.names |= service.names
-        self._registry.name(model, (model.name, *sorted(service.names)))
+        if model.swaps:
+            model.swapped_names = service.names
+        else:
+            model.own_names |= service.names
+        self._registry.rename()
         adapters = model.loaded.adapters
         if self.services is None:
             self.services = Services(service, adapters)

@@ -152,10 +152,9 @@ class ModelRegistry:
         """Return the models that are loaded now."""
         return ((model, model.loaded) for model in self.models if model.loaded is not None)
 
-    def name(self, model: ServedModel, names: Iterable[str]) -> None:
-        """Add names of a model. Names that another model has stay with that."""
-        for name in names:
-            self._by_name.setdefault(name, model)
+    def rename(self) -> None:
+        """Read the names of all models again."""
+        self._by_name = dict(check_names(self.models))
 
     def name_own(self, model: ServedModel, own: str) -> None:
         """Record the name that a model's files give it.
@@ -166,8 +165,9 @@ class ModelRegistry:
             if self._by_name.get(own) in (None, model):
                 model.name = own
             model.config = msgspec.structs.replace(model.config, served_name=model.name)
-        model.names |= {own}
-        self.name(model, (model.name, *sorted(model.names)))
+        model.own_names |= {own}
+        for name in (model.name, *sorted(model.names)):
+            self._by_name.setdefault(name, model)
 
     def configure(self, config: Config) -> dict[str, str]:
         """Apply new options: aliases, pins, times to live, and limits on loaded models.
@@ -184,7 +184,7 @@ class ModelRegistry:
         self.config = config
         for place in listed.keys() & mine.keys():
             unchanged |= mine[place].configure(config, listed[place])
-        self._by_name = dict(check_names(self.models))
+        self.rename()
         return unchanged
 
 

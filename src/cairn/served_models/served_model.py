@@ -82,7 +82,10 @@ class ServedModel:
         last = options.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
         self.name = self.config.served_name or last or options.model
         """Main name: set by an option, else the name in its files once they were read."""
-        self.names: frozenset[str] = frozenset({self.name, *self.config.alias, *ends_of(options.model)})
+        self.own_names = frozenset({self.name, *self.config.alias, *ends_of(options.model)})
+        """Names that it has whatever is swapped in."""
+        self.swapped_names = frozenset[str]()
+        """Names of the model that was swapped in last."""
         self.place: Path | None = None
         self.spec: ModelSpec | None = None
         """Contents of its configuration files, once they were read."""
@@ -118,13 +121,19 @@ class ServedModel:
         self.ttl = (config.model_ttl if options.ttl is None else options.ttl) or math.inf
         old, new = frozenset(self.config.alias), frozenset(options.aliases)
         self.config = msgspec.structs.replace(self.config, alias=options.aliases)
-        self.names = (self.names - old) | new | {self.name}
+        self.own_names = (self.own_names - old) | new | {self.name}
+        self.swapped_names -= old
         if self.loaded is not None:
             self.loaded.service.names = (self.loaded.service.names - old) | new | {self.name}
             self.loaded.ttl = self.ttl
         names = ("name", "kv_share", "load", "options")
         fixed = [one for one in names if getattr(before, one) != getattr(options, one)]
         return {f"models.{self.name}.{one}": "it takes a restart of the server" for one in fixed}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names that it has now."""
+        return self.own_names | self.swapped_names
 
     @property
     def adapter_names(self) -> frozenset[str]:
@@ -298,10 +307,11 @@ def _models_at(entry: Path, depth: int) -> Iterable[Path]:
             yield from _places(entry, depth - 1)
 
 
-def check_names(models: Iterable[ServedModel]) -> Mapping[str, ServedModel]:
+def check_names(models: Sequence[ServedModel]) -> Mapping[str, ServedModel]:
     """Return the models by every name they have. A shared name belongs to the first model.
 
-    Names set by options come before names that follow from files; `resolve` has checked that the former are unique.
+    Names set by options, which `resolve` has checked to be unique, come before names that follow from files, and those
+    before names of swapped-in models.
     """
     by_name: dict[str, ServedModel] = {}
     for model in models:
@@ -309,7 +319,10 @@ def check_names(models: Iterable[ServedModel]) -> Mapping[str, ServedModel]:
         for alias in model.config.alias:
             by_name.setdefault(alias, model)
     for model in models:
-        for name in sorted(model.names):
+        for name in sorted(model.own_names):
+            by_name.setdefault(name, model)
+    for model in models:
+        for name in sorted(model.swapped_names):
             by_name.setdefault(name, model)
     return by_name
 

@@ -78,6 +78,8 @@ class ModelSwap:
         if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
         if other is not None and other is not model:  # after a swap, its own reference is another model again
+            if to == other.own_config.model != other.config.model:  # those files, and not what was swapped in for them
+                return msgspec.structs.replace(other.own_config, **named)
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
