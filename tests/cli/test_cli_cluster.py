@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
 from cairn.cli import app, cluster
+from cairn.cluster import ray_serve
 from cairn.cluster.keys import parse_keys
 from cairn.config.config import Config
 from cairn.types.errors import ConfigError
@@ -74,26 +75,92 @@ async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch: pytes
     monkeypatch.setattr("asyncio.create_subprocess_exec", start)
     monkeypatch.setattr(cluster, "AGAIN_SECONDS", 0.0)
     over = asyncio.Event()
-    await cluster._Servers("demo", [["cairn"]])._keep(0, ["cairn"], over)
-    assert len(tries) == 3 and over.is_set()
+    servers = cluster._Servers("demo", [["cairn"]])
+    await servers._keep(0, ["cairn"], over)
+    assert len(tries) == 3 and over.is_set() and servers.refused
+
+
+@pytest.fixture
+def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Config, cluster._Servers]]:
+    """Return a function that runs `cairn cluster up` without serving; it returns what would be served."""
+    monkeypatch.setattr("cairn.cli.models.fetched", lambda model: None)
+
+    def invoke(*options: str, refused: bool = False) -> tuple[Config, cluster._Servers]:
+        served: list[tuple[Config, cluster._Servers]] = []
+
+        def serve(config: Config, urls: object, run: Callable[..., object], *more: object, **how: object) -> None:
+            servers: cluster._Servers = run.__self__  # type: ignore[attr-defined]
+            servers.refused = refused
+            served.append((config, servers))
+
+        monkeypatch.setattr("cairn.api.router_server.serve_router", serve)
+        result = CliRunner().invoke(app, ["cluster", "up", "demo", "--folder", str(tmp_path), *options])
+        if result.exception is not None:
+            raise result.exception
+        return served[0]
+
+    return invoke
 
 
 def test_the_router_and_its_servers_get_the_options_for_browsers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    up: Callable[..., tuple[Config, cluster._Servers]],
 ) -> None:
     """The router admits hosts and pages for all of them."""
-    served: list[tuple[Config, Callable[..., object]]] = []
-    monkeypatch.setattr(
-        "cairn.api.router_server.serve_router", lambda config, urls, run, *more, **how: served.append((config, run))
-    )
-    monkeypatch.setattr("cairn.cli.models.fetched", lambda model: None)
     options = ["--allowed-hosts", "a.example", "--cors-origins", "https://b.example", "--cors-origins", "localhost"]
-    result = CliRunner().invoke(app, ["cluster", "up", "demo", "--folder", str(tmp_path), *options])
-    assert result.exception is None
-    ((config, run),) = served
+    config, servers = up(*options)
     assert config.allowed_hosts == ("a.example",) and config.cors_origins == ("https://b.example", "localhost")
-    for command in run.__self__._commands:  # type: ignore[attr-defined]
+    for command in servers._commands:
         assert "--allowed-hosts=a.example" in command and "--cors-origins=localhost" in command
+
+
+def test_the_router_and_its_servers_get_the_keys_and_the_file(
+    up: Callable[..., tuple[Config, cluster._Servers]], tmp_path: Path
+) -> None:
+    """Servers ask the router for the admin key, and callers for theirs."""
+    file = tmp_path / "other.toml"
+    file.write_text('log_level = "error"\n')
+    keys = ["--api-key", "k1", "--api-key", "k2", "--admin-key", "a", "--config", str(file)]
+    config, servers = up("--host", "0.0.0.0", "--unsafe-no-auth", *keys, "--kv-gb", "1")
+    assert config.unsafe_no_auth and config.log_level == "error"
+    assert config.admin_key is not None and config.admin_key.reveal() == "a"
+    assert [key.reveal() for key in config.api_key] == ["k1", "k2"]
+    for command in servers._commands:
+        assert {"--api-key=k1", "--api-key=k2", "--admin-key=a", str(file), "--kv-gb"} <= set(command)
+        assert "--unsafe-no-auth" not in command
+
+
+def test_the_router_alone_has_the_certificate(
+    up: Callable[..., tuple[Config, cluster._Servers]], tmp_path: Path
+) -> None:
+    config, servers = up("--tls-cert", "c", "--tls-key", "k")
+    assert (config.tls_cert, config.tls_key) == ("c", "k")
+    assert not any("tls" in word for command in servers._commands for word in command)
+    for lines, said in (('tls_cert = "c"\ntls_key = "k"', "give --tls-cert instead"), ("admin_port = 9", "one by one")):
+        (tmp_path / "cairn.toml").write_text(lines)
+        with pytest.raises(ConfigError, match=said):
+            up("--config", str(tmp_path / "cairn.toml"))
+
+
+def test_a_server_that_cannot_start_fails_the_command(up: Callable[..., tuple[Config, cluster._Servers]]) -> None:
+    with pytest.raises(ConfigError, match="a server cannot start"):
+        up(refused=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "scaling"),
+    [("", (1, 1, 1)), ("--replicas 2 --most 8", (1, 8, 2)), ("--least 3 --most 8", (3, 8, 3)), ("--least 3", (3, 3, 3)),
+     ("--most 3 --replicas 5", (1, 3, 3)), ("--least 4 --most 3", None)],
+)  # fmt: skip
+def test_servers_under_ray_stay_between_least_and_most(
+    monkeypatch: pytest.MonkeyPatch, options: str, scaling: tuple[int, int, int] | None
+) -> None:
+    scaled: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        ray_serve, "keep_scaled", lambda plan, limits, count: scaled.append((limits.least, limits.most, count))
+    )
+    store = ["--shared-store=/s", "--cluster-key-file", "/k"]
+    result = CliRunner().invoke(app, ["cluster", "ray", "demo", "--router", "http://r", *options.split(), *store])
+    assert scaled == ([scaling] if scaling else []) and (result.exception is None) == bool(scaling)
 
 
 def test_a_shared_store_without_a_key_file_is_refused() -> None:

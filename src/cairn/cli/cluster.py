@@ -49,6 +49,7 @@ def register(app: typer.Typer) -> None:
     """Add `cairn route` and the commands of `cairn cluster`."""
     cluster = typer.Typer(help="Run several servers that share their agents and KV.", no_args_is_help=True)
     app.add_typer(cluster, name="cluster", rich_help_panel="Running servers")
+    _add_up(cluster)
     _add_ray(cluster)
 
     @app.command(rich_help_panel="Running servers")
@@ -68,67 +69,6 @@ def register(app: typer.Typer) -> None:
         from cairn.api.router_server import serve_router
 
         serve_router(resolved.config, replica or (), routing=_one_of("routing", routing), apart=_one_of("apart", apart))
-
-    @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def up(
-        context: typer.Context,
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that all of them serve.")] = "demo",
-        replicas: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 3,
-        shared_store: Annotated[
-            str | None, typer.Option(metavar="STORE", help="Folder or object store; default: a folder of the cluster.")
-        ] = None,
-        cluster_key_file: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Keys of the store; made where there are none.")
-        ] = None,
-        folder: Annotated[
-            Path | None, typer.Option(metavar="FOLDER", help="The servers' own folders; default: in the data folder.")
-        ] = None,
-        host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
-        port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
-        allowed_hosts: Annotated[
-            list[str] | None, typer.Option(metavar="HOST", help="Host header to accept besides local ones; repeat.")
-        ] = None,
-        cors_origins: Annotated[
-            list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call; repeat for all.")
-        ] = None,
-        prefill: Annotated[
-            int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
-        ] = 0,
-        routing: _Routing = "kv",
-        apart: _Apart = "auto",
-    ) -> None:
-        """Start servers, a router and their shared store on this machine, and keep them running.
-
-        Further options go to every server. Ctrl-C finishes running requests and stops all of them.
-        """
-        from cairn.api.router_server import serve_router
-        from cairn.cli.models import fetched
-
-        if prefill >= replicas:
-            raise ConfigError(f"prefill is {prefill} of {replicas} servers; leave at least one", field="prefill")
-        how, when = _one_of("routing", routing), _one_of("apart", apart)
-        fetched(model)
-        web = {"allowed_hosts": allowed_hosts or None, "cors_origins": cors_origins or None}
-        config = resolve({"host": host, "port": port, **web}).config
-        home = expanded(folder or _home()).absolute()
-        keys = cluster_key_file or home / "cluster.key"
-        if not keys.exists():
-            _write_key(keys, "")
-        store = shared_store or str(home / "store")
-        ports = [config.port + number for number in range(1, replicas + 1)]
-        threads = max(1, (os.cpu_count() or 1) // replicas)
-        shared = ["--shared-store", store, "--cluster-key-file", str(keys), "--threads", str(threads)]
-        shared += [f"--{name.replace('_', '-')}={one}" for name, given in web.items() for one in given or ()]
-        commands = []
-        for number, own in enumerate(ports, 1):
-            mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
-            serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
-            role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
-            commands.append([*serve, *shared, *mine, *role, *_quiet(context.args)])
-        servers = _Servers(model, commands)
-        serve_router(
-            config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart, routing=how, apart=when
-        )
 
     @cluster.command()
     @configured(("api_key", "admin_key"), model=False)
@@ -162,6 +102,93 @@ def register(app: typer.Typer) -> None:
         Of an object store a rule of the bucket does this: for names that begin with kv/, feed/ and replays/.
         """
         print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _add_up(cluster: typer.Typer) -> None:
+    """Add `cairn cluster up`."""
+
+    @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def up(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that all of them serve.")] = "demo",
+        replicas: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 3,
+        shared_store: Annotated[
+            str | None, typer.Option(metavar="STORE", help="Folder or object store; default: a folder of the cluster.")
+        ] = None,
+        cluster_key_file: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Keys of the store; made where there are none.")
+        ] = None,
+        folder: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="The servers' own folders; default: in the data folder.")
+        ] = None,
+        host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
+        port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
+        allowed_hosts: Annotated[
+            list[str] | None, typer.Option(metavar="HOST", help="Host header to accept besides local ones; repeat.")
+        ] = None,
+        cors_origins: Annotated[
+            list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call; repeat for all.")
+        ] = None,
+        api_key: Annotated[
+            list[str] | None, typer.Option(metavar="KEY", help="Key that callers need, or @FILE; repeat for more.")
+        ] = None,
+        admin_key: Annotated[
+            str | None, typer.Option(metavar="KEY", help="Key of admin routes, or @FILE.", show_default=False)
+        ] = None,
+        unsafe_no_auth: Annotated[
+            bool, typer.Option("--unsafe-no-auth", help="Serve other machines without a key.")
+        ] = False,
+        tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="The router's certificate chain.")] = None,
+        tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
+        config_file: Annotated[
+            Path | None, typer.Option("--config", metavar="FILE", help="File of options, for all of them.")
+        ] = None,
+        prefill: Annotated[
+            int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
+        ] = 0,
+        routing: _Routing = "kv",
+        apart: _Apart = "auto",
+    ) -> None:
+        """Start servers, a router and their shared store on this machine, and keep them running.
+
+        Further options go to every server. Ctrl-C finishes running requests and stops all of them.
+        """
+        from cairn.api.router_server import serve_router
+        from cairn.cli.models import fetched
+
+        if prefill >= replicas:
+            raise ConfigError(f"prefill is {prefill} of {replicas} servers; leave at least one", field="prefill")
+        how, when = _one_of("routing", routing), _one_of("apart", apart)
+        fetched(model)
+        both = {"allowed_hosts": allowed_hosts, "cors_origins": cors_origins, "api_key": api_key}
+        own = {"host": host, "port": port, "tls_cert": tls_cert, "tls_key": tls_key}
+        resolved = resolve(
+            {**both, **own, "admin_key": admin_key, "unsafe_no_auth": unsafe_no_auth or None}, file=config_file
+        )
+        _check_listener(resolved)
+        config = resolved.config
+        home = expanded(folder or _home()).absolute()
+        keys = cluster_key_file or home / "cluster.key"
+        if not keys.exists():
+            _write_key(keys, "")
+        store = shared_store or str(home / "store")
+        ports = [config.port + number for number in range(1, replicas + 1)]
+        threads = max(1, (os.cpu_count() or 1) // replicas)
+        shared = ["--shared-store", store, "--cluster-key-file", str(keys), "--threads", str(threads)]
+        shared += [] if config_file is None else ["--config", str(config_file)]
+        shared += [] if admin_key is None else [f"--admin-key={admin_key}"]
+        shared += [f"--{name.replace('_', '-')}={one}" for name, given in both.items() for one in given or ()]
+        commands = []
+        for number, its_port in enumerate(ports, 1):
+            mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
+            serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(its_port)]
+            role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
+            commands.append([*serve, *shared, *mine, *role, *_quiet(context.args)])
+        servers = _Servers(model, commands)
+        urls = [f"http://127.0.0.1:{its_port}" for its_port in ports]
+        serve_router(config, urls, servers.run, servers.restart, routing=how, apart=when)
+        if servers.refused:
+            raise ConfigError("a server cannot start; its message is above")
 
 
 def _add_ray(cluster: typer.Typer) -> None:
@@ -201,9 +228,10 @@ def _add_ray(cluster: typer.Typer) -> None:
             cpus=cpus,
             gpus=gpus,
         )
-        keep_scaled(
-            plan, Scaling(least=min(least, replicas), most=max(most or replicas, replicas), high=high), replicas
-        )
+        most = most or max(replicas, least)
+        if least > most:
+            raise ConfigError(f"least is {least}, and most is {most}; least must not be above most", field="least")
+        keep_scaled(plan, Scaling(least=least, most=most, high=high), min(max(replicas, least), most))
 
 
 def _one_of(name: str, value: str) -> Any:
@@ -211,6 +239,18 @@ def _one_of(name: str, value: str) -> Any:
     if value not in _CHOICES[name]:
         raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value[:60]!r}", field=name)
     return value
+
+
+def _check_listener(resolved: Resolved) -> None:
+    """Raise ConfigError for options of a listener that servers would take from the same place as the router."""
+    names = ["admin_port"] if resolved.config.admin_port is not None else []
+    names += [name for name in ("tls_cert", "tls_key") if " in " in resolved.source(name)]
+    for name in names:
+        raise ConfigError(
+            f"{resolved.source(name)}: all servers behind the router would use it too, and cannot; "
+            + ("start them one by one for it" if name == "admin_port" else f"give --{name.replace('_', '-')} instead"),
+            field=name,
+        )
 
 
 def _quiet(arguments: Sequence[str]) -> list[str]:
@@ -261,6 +301,8 @@ class _Servers:
     def __init__(self, model: str, commands: Sequence[Sequence[str]]) -> None:
         self._model, self._commands = model, commands
         self._running: dict[int, asyncio.subprocess.Process] = {}
+        self.refused = False
+        """Whether a server ended because of its options."""
 
     async def restart(self, number: int) -> None:
         """Let a server finish and end; it is started again."""
@@ -290,9 +332,11 @@ class _Servers:
     async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio
 
+        # The router has the certificate, and speaks plain HTTP to its servers.
+        env = {name: value for name, value in os.environ.items() if name not in ("CAIRN_TLS_CERT", "CAIRN_TLS_KEY")}
         while True:
             try:
-                process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+                process = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
             except OSError as error:  # the machine has no memory or processes left: that passes
                 log.error("a server cannot be started, and is tried again: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
@@ -306,6 +350,7 @@ class _Servers:
                 await process.wait()
                 raise
             if code == ConfigError.exit_code:  # it would end so again
+                self.refused = True
                 over.set()
                 return
             await asyncio.sleep(AGAIN_SECONDS)

@@ -224,6 +224,6 @@ def _free_port(host: str) -> int:
 
 def parsed(options: Sequence[str]) -> tuple[str, ...]:
     """Return the options of servers; raise ConfigError without the shared store, which all of them need."""
-    if "--shared-store" not in options or "--cluster-key-file" not in options:
+    if not {"--shared-store", "--cluster-key-file"} <= {one.partition("=")[0] for one in options}:
         raise ConfigError("servers under Ray need --shared-store and --cluster-key-file", field="shared_store")
     return tuple(options)
