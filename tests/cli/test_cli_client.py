@@ -179,6 +179,20 @@ def test_a_client_reaches_what_a_server_binds(host: str, url: str) -> None:
         assert made.url == url
 
 
+@pytest.mark.parametrize("field", ["next", "last_id"])
+def test_every_page_of_a_list_is_read(field: str) -> None:
+    asked = []
+
+    def page(request: httpx.Request) -> httpx.Response:
+        asked.append(dict(request.url.params))
+        last = len(asked) == 2
+        return httpx.Response(200, json={"data": [{"id": f"a{len(asked)}"}], "has_more": not last, field: "a&1"})
+
+    with client(page) as one:
+        assert [item["id"] for item in one.items("/v1/teams")] == ["a1", "a2"]
+    assert asked == [{"limit": "100"}, {"limit": "100", "after": "a&1"}]
+
+
 @pytest.mark.parametrize("body", [{"ok": True}, {"deleted": False}])
 def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
     with (

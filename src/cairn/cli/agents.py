@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -46,7 +45,7 @@ def _register_looks(agents: typer.Typer) -> None:
         from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
-            rows = [_row(agent) for agent in _all(client)]
+            rows = [_row(agent) for agent in client.items("/v1/agents")]
         table(("agent", "turns", "tokens", "state", "last used", "pinned", "from"), rows)
 
     @agents.command()
@@ -205,17 +204,7 @@ def _register_files(agents: typer.Typer) -> None:
 
 
 def _ids(client: Client) -> list[str]:
-    return [agent["id"] for agent in _all(client)]
-
-
-def _all(client: Client) -> Iterator[dict[str, Any]]:
-    after = ""
-    while True:
-        page = client.get(f"/v1/agents?limit=100{after}")
-        yield from page["data"]
-        if not page["has_more"]:
-            return
-        after = f"&after={quote(page['next'], safe='')}"
+    return [agent["id"] for agent in client.items("/v1/agents")]
 
 
 def _row(agent: dict[str, Any]) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def _register_looks(collection: typer.Typer) -> None:
         from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
-            found = list(_pages(client, "/v1/collections"))
+            found = list(client.items("/v1/collections"))
         rows = [
             (one["id"], str(one["documents"]), str(one["chunks"]), one["embedding_model"] or "-", one["name"] or "-")
             for one in found
@@ -114,7 +114,7 @@ def _register_looks(collection: typer.Typer) -> None:
         from cairn.cli.common.output import amount, table
 
         with server(resolved, host) as client:
-            found = list(_pages(client, path(id, "documents")))
+            found = list(client.items(path(id, "documents")))
         rows = [(one["id"], one["name"], one["type"], amount(one["bytes"]), str(one["chunks"])) for one in found]
         table(("document", "name", "type", "size", "chunks"), rows)
 
@@ -218,16 +218,6 @@ def _documents(place: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in file.relative_to(place).parts)
         if file.is_file() and not hidden and file.suffix.lower().removeprefix(".") in {*KINDS, "txt"}:
             yield file
-
-
-def _pages(client: Client, route: str) -> Iterator[dict[str, Any]]:
-    after = ""
-    while True:
-        found = client.get(f"{route}?limit=100{after}")
-        yield from found["data"]
-        if not found["has_more"]:
-            return
-        after = f"&after={quote(found['last_id'], safe='')}"
 
 
 def _add(client: Client, route: str, files: Sequence[Path], fields: Mapping[str, str]) -> int:

@@ -98,11 +98,10 @@ def _register_looks(team: typer.Typer) -> None:
         from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
-            teams = client.get("/v1/teams?limit=100")["data"]
-        rows = [
-            (one["id"], str(len(one["members"])), one["topology"]["kind"], str(one["rounds"]), one["state"])
-            for one in teams
-        ]
+            rows = [
+                (one["id"], str(len(one["members"])), one["topology"]["kind"], str(one["rounds"]), one["state"])
+                for one in client.items("/v1/teams")
+            ]
         table(("team", "members", "topology", "rounds", "state"), rows)
 
     @team.command()

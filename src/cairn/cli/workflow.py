@@ -74,8 +74,8 @@ def _register_looks(workflow: typer.Typer) -> None:
         from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
-            runs = client.get("/v1/workflows/runs?limit=100")["data"]
-        table(("run", "name", "state"), [(run["id"], run["name"], run["state"]) for run in runs])
+            rows = [(run["id"], run["name"], run["state"]) for run in client.items("/v1/workflows/runs")]
+        table(("run", "name", "state"), rows)
 
     @workflow.command()
     @configured(_SERVER, model=False)

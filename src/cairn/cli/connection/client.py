@@ -103,6 +103,17 @@ class Client:
         """Send GET and return the JSON object; a 503 of /health/ready is an answer, not an error."""
         return self._read(self._whole("GET", path, admin=admin, fine=503 if path == "/health/ready" else 200))
 
+    def items(self, path: str) -> Iterator[dict[str, Any]]:
+        """Return all items of a list, which the server sends page by page."""
+        after = ""
+        while True:
+            page = self.get(f"{path}?limit=100{after}")
+            yield from page["data"]
+            last = page.get("next") or page.get("last_id")
+            if not page["has_more"] or last is None:
+                return
+            after = f"&after={quote(str(last), safe='')}"
+
     def text(self, path: str, *, admin: bool = False) -> str:
         """Send GET and return the text."""
         return self._whole("GET", path, admin=admin).text
