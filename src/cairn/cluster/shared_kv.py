@@ -9,7 +9,6 @@ bucket.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import struct
@@ -377,15 +376,25 @@ class SharedChunks:
         try:
             self._blobs.delete(names)
         except ObjectFailed:
-            for name in names:
-                with contextlib.suppress(ObjectFailed):
-                    self._blobs.delete([name])
+            self._remove_each(names)
         self._feed.publish(msgspec.msgpack.encode(_News(dropped=gone)))
         with self._lock:
             for _ in gone:
                 self._dropped.popleft()
             if self._feed.behind:
                 self._decided.update(gone)
+
+    def _remove_each(self, names: Sequence[str]) -> None:
+        failures: list[ObjectFailed] = []
+        for name in names:
+            try:
+                self._blobs.delete([name])
+            except ObjectFailed as error:
+                failures.append(error)
+        if failures:
+            log.warning(
+                "%d chunks of deleted KV stay in the shared store until it is pruned: %s", len(failures), failures[0]
+            )
 
     def _failed(self, error: OSError) -> None:
         self._trouble = f"the shared store does not work: {error.strerror or error}"
