@@ -42,7 +42,7 @@ from cairn.agents.log.segment import (
 )
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.kv.disk import portable_kv
-from cairn.system.interfaces import Rng
+from cairn.system.interfaces import UPLOADED, Rng
 from cairn.text.chat.messages import plain_message
 from cairn.types.errors import InvalidRequest, Unavailable
 from cairn.types.request import MAX_APPLIED, OutputFormat
@@ -117,7 +117,7 @@ def kv_file(file: BinaryIO, size: int, folder: Path) -> Iterator[Path]:
     Raise Unavailable if the disk refuses.
     """
     try:
-        with tempfile.NamedTemporaryFile(dir=folder if folder.is_dir() else None, prefix="kv-of-import-") as copy:
+        with tempfile.NamedTemporaryFile(dir=folder if folder.is_dir() else None, prefix=UPLOADED) as copy:
             file.seek(0)
             while size > 0 and (data := file.read(min(size, COPY_BYTES))):
                 copy.write(data)

@@ -40,6 +40,8 @@ class Network(Protocol):
 
 LOCK_FILE = ".lock"
 """Name of the file that `FileSystem.lock` makes in a folder."""
+UPLOADED = "kv-of-import-"
+"""Beginning of the names of temporary files with uploads, which lie in the token log's folder."""
 
 
 class FolderEntry(NamedTuple):

@@ -391,6 +391,17 @@ def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
         assert files.files() == before
 
 
+def test_uploads_that_a_killed_server_left_are_removed() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    files.put(FOLDER / "kv-of-import-ab12cd34", b"half of an upload")
+    assert TokenLog.open(files, FOLDER, SeededRng()) is None, "another server imports, and holds the lock"
+    assert FOLDER / "kv-of-import-ab12cd34" in files.files()
+    log.close()
+    opened(files).close()
+    assert FOLDER / "kv-of-import-ab12cd34" not in files.files()
+
+
 def test_a_newer_format_is_refused_and_left_alone() -> None:
     files = CrashFiles()
     files.make_folder(FOLDER)

@@ -29,7 +29,7 @@ from cairn.agents.log.segment import (
     encode_header,
     walk,
 )
-from cairn.system.interfaces import LOCK_FILE, File, FileSystem
+from cairn.system.interfaces import LOCK_FILE, UPLOADED, File, FileSystem
 from cairn.types.errors import ConfigError
 
 LOG, NEW, DAMAGED = "log", "new", "damaged"
@@ -47,7 +47,10 @@ class Folder:
         self.path = path
 
     def check(self) -> None:
-        """Create the folder if needed. Raise ConfigError unless it is private and holds only a log."""
+        """Create the folder if needed.
+
+        Raise ConfigError unless it is private and holds only a log, and uploads to its server.
+        """
         files, path = self._files, self.path
         files.make_folder(path)
         try:
@@ -59,10 +62,18 @@ class Folder:
         if files.mode(path) & 0o077:
             raise ConfigError(f"{path}: others may read it; make it private with chmod 700 {path}")
         for entry in held:
-            if entry.name != LOCK_FILE and (entry.folder or _parse(entry.name) is None):
+            expected = entry.name == LOCK_FILE or entry.name.startswith(UPLOADED) or _parse(entry.name) is not None
+            if entry.folder or not expected:
                 raise ConfigError(
                     f"{path}: holds {entry.name!r}, which is not part of a token log; name another folder"
                 )
+
+    def remove_uploads(self) -> None:
+        """Remove uploads that a server left that was killed. Called with the lock held."""
+        for entry in self._files.list(self.path):
+            if entry.name.startswith(UPLOADED):
+                with contextlib.suppress(OSError):
+                    self._files.remove(self.path / entry.name)
 
     def numbers(self, ending: str) -> list[int]:
         """Return the numbers of the files with this ending, in order."""

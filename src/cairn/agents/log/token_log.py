@@ -168,6 +168,7 @@ class TokenLog:
             return None
         made = cls(files, folder, rng, lock)
         try:
+            folder.remove_uploads()
             made._recover()
         except BaseException:
             lock.release()

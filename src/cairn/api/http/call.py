@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from cairn.system.interfaces import UPLOADED
 from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import (
     CairnError,
@@ -81,7 +82,8 @@ async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
     """
     try:
         # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
-        file = tempfile.TemporaryFile(dir=folder if folder.is_dir() else None)  # noqa: SIM115
+        folder_or_none = folder if folder.is_dir() else None
+        file = tempfile.TemporaryFile(dir=folder_or_none, prefix=UPLOADED)  # noqa: SIM115
         try:
             waiting = bytearray()
             async for piece in pieces:
