@@ -16,7 +16,7 @@ from cairn.agents import shared_agents
 from cairn.agents.log.records import AgentRecord, EndRecord, JournalRecord, TurnRecord
 from cairn.agents.shared_agents import SharedAgents
 from cairn.agents.shared_bodies import Replayed, SharedAgent, SharedEnd, SharedTurn, numbered
-from cairn.agents.shared_journals import JournalMade, JournalName, SharedJournals
+from cairn.agents.shared_journals import EntriesAdded, JournalMade, JournalName, SharedEntry, SharedJournals
 from cairn.cluster.chain import FORGET_AT_ONCE
 from cairn.cluster.guard import Guarded
 from cairn.cluster.shared import SharedStore
@@ -394,3 +394,23 @@ async def test_a_team_whose_record_cannot_be_read_keeps_no_other_from_being_list
     assert sorted(journal.id for journal in two.of("team", "default")) == sorted(ids[1:])
     with pytest.raises(Unavailable, match=r"record 0 of team team0 in the shared store cannot be read: .* bad sector"):
         await two.refresh("team", "default", ids[0])
+
+
+async def test_a_note_of_a_deleted_journal_is_not_in_the_next_of_its_name() -> None:
+    blobs = MemoryBlobs()
+    one, two = (
+        SharedJournals(SharedStore(Guarded(blobs, SystemClock()), keys(number * 1000)), str(number), lambda _: True)
+        for number in (1, 2)
+    )
+    name = JournalName("team", "default", "red")
+
+    def made(created: float) -> JournalMade:
+        return JournalMade(JournalRecord(room="team", tenant="default", id="red", created=created, body=b""))
+
+    await one.made(name, made(1.0))
+    one.note(name, SharedEntry(3, b"of the first"))
+    await one.gone(name)
+    await one.made(name, made(2.0))
+    await one.add(name, SharedEntry(1, b"of the second"), lambda: made(2.0))
+    changes = (await two.news(name, here=False)).changes
+    assert changes[-1:] == [EntriesAdded((SharedEntry(1, b"of the second"),))]

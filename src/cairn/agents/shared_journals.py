@@ -348,6 +348,7 @@ class SharedJournals:
             except BaseException:
                 followed.known = False
                 raise
+            followed.refuse_waiting()  # its notes are not those of the next journal of this name
 
     async def _forget(self, chain: AgentChain, name: JournalName) -> None:
         """Remove from the store what a deleted journal has left there. Raise Unavailable as `listed` does."""
