@@ -164,3 +164,16 @@ async def test_a_turn_sent_again_after_a_swap_has_the_words_of_the_model_that_an
         assert (again.text, again.tokens, again.error) == (first.text, [], None)
         assert again.done is not None and first.done is not None
         assert (again.done.reason, again.done.usage.completion_tokens) == (first.done.reason, len(first.tokens))
+
+
+async def test_deletions_wait_for_no_model_whose_kv_went_with_its_worker(tmp_path: Path) -> None:
+    async with opened(tmp_path, load="alpha beta", kv_disk=False) as (models, agents):
+        await until(lambda: len(list(models.services)) == 2)
+        await agents.create("default", id="ada")
+        await say(models, agents, "ada", "beta")
+        await models.unload(models.find("beta"), 5.0)
+        await agents.delete("default", "ada")
+        await agents.create("default", id="bob", pinned=True)
+        await agents.pin("default", "bob", False)
+        await agents.delete("default", "bob")
+        await until(lambda: not agents.kv._tasks)

@@ -288,8 +288,7 @@ class AgentKv:
                     refused = error
         if refused is not None:
             raise refused
-        absent = self._services.away() or any(service.gave_up for service in self._services)
-        if absent and not self._stores_on_disk():
+        if self._services.away() and not self._stores_on_disk():
             raise Unavailable("a model that may have the pins is not loaded", retry_after=RETRY_SECONDS)
 
     def _working(self) -> list[Service]:
@@ -351,7 +350,7 @@ class AgentKv:
             searched = [service.spec.identity for service in self._working()]
         for service in self._working():
             await service.erase_of_model(identity, context.ids, salt, keep=keep, searched=searched)
-        if self._services.known(context.identity) and not self._stores_on_disk():
+        if identity in self._services.away() and not self._stores_on_disk():
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
 
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:

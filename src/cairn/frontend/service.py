@@ -361,6 +361,12 @@ class Service(StoredKv):
         return reasons
 
     @property
+    def stores_kv(self) -> bool:
+        """Whether its KV is stored where it outlives the worker."""
+        config = self._config
+        return (config.kv_disk and config.kv_dir is not None) or config.shared_store is not None
+
+    @property
     def gave_up(self) -> str:
         """Why there will be no other worker; empty if there is one, or will be."""
         return self._supervisor.gave_up

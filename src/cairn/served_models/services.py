@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from cairn.types.errors import NotLoaded
@@ -29,6 +29,8 @@ class Services:
         self._adapters: dict[Service, ServedAdapters] = {}
         self._gone: dict[bytes, int] = {}
         """Longest context of each model that was unloaded, by its identity."""
+        self._stored = set[bytes]()
+        """Identities of unloaded models whose KV is stored where it outlives their workers."""
         self._variants: dict[bytes, list[ModelVariant]] = {}
         """Variants of each unloaded model that were used last, held so that `known_variant` finds them."""
         self._replays: dict[bytes, ReplayTable] = {}
@@ -94,9 +96,10 @@ class Services:
         """Return whether the model is, or was, loaded in this run: its KV may be on the disk, and it may come back."""
         return self.storing(identity) is not None or _base(identity) in self._gone
 
-    def away(self, but: Collection[bytes] = ()) -> set[bytes]:
-        """Return the identities of models that were loaded and are not now, except `but`. Adapters do not count."""
-        return {one for one in self._gone if one not in but and self.of(one) is None}
+    def away(self) -> set[bytes]:
+        """Return the identities of models without a worker whose KV may still be stored. Adapters do not count."""
+        dead = {one.spec.identity for one in self._loaded if one.gave_up and one.stores_kv}
+        return dead | {one for one in self._stored if self.of(one) is None}
 
     def context(self, identity: bytes) -> int:
         """Return the longest context of a model that is `known`."""
@@ -138,6 +141,8 @@ class Services:
             return
         self._loaded.remove(service)
         self._gone[service.spec.identity] = service.spec.context
+        if service.stores_kv:
+            self._stored.add(service.spec.identity)
         adapters = self._adapters.pop(service, None)
         views = adapters.views if adapters is not None else ()
         self._variants[service.spec.identity] = [service.variant, *(view.variant for view in views)]
