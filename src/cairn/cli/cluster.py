@@ -211,7 +211,9 @@ def _add_ray(cluster: typer.Typer) -> None:
             Path | None, typer.Option(metavar="FOLDER", help="Where servers keep their own files, on each machine.")
         ] = None,
         host: Annotated[str | None, typer.Option(help="Address of servers; default: their machine's own.")] = None,
-        admin_key: Annotated[str | None, typer.Option(envvar="CAIRN_ADMIN_KEY", help="The router's admin key.")] = None,
+        admin_key: Annotated[
+            str | None, typer.Option(metavar="KEY", help="The router's admin key, or @FILE.", show_default=False)
+        ] = None,
     ) -> None:
         """Run servers on a cluster of Ray, which places them, starts dead ones again and changes their number.
 
@@ -219,12 +221,13 @@ def _add_ray(cluster: typer.Typer) -> None:
         """
         from cairn.cluster.ray_serve import RayPlan, Scaling, keep_scaled, parsed
 
+        secret = resolve({"admin_key": admin_key}).config.admin_key
         plan = RayPlan(
             router=router.rstrip("/"),
             options=parsed([model, *context.args]),
             host=host or "",
             folder="" if folder is None else str(expanded(folder).absolute()),
-            admin_key=admin_key or "",
+            admin_key="" if secret is None else secret.reveal(),
             cpus=cpus,
             gpus=gpus,
         )

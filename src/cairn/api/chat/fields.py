@@ -28,6 +28,7 @@ _IDS = "names that a client gives for its own use"
 _CACHED = "every prefix is kept, without being asked"
 _SAMPLER = "this sampler is not built"
 _FORM = "this form of the answer is not built"
+_NATIVE = "/completion and /infill have it"
 _THOUGHT = "the reasoning of another API, in its own form"
 
 ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
@@ -57,12 +58,14 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("adaptive_target", _SAMPLER, (-1,)),
             FieldRow("repeat_last_n", "penalties look at the whole context; 64 is what clients send unasked", (-1, 64)),
             FieldRow("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
-            FieldRow("min_keep n_discard n_indent n_probs", _FORM, (0,)),
+            FieldRow("min_keep n_discard n_indent", _FORM, (0,)),
+            FieldRow("n_probs", _NATIVE, (0,)),
             FieldRow("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
             FieldRow("parse_tool_calls", "calls are read where tools are offered", (True,)),
             FieldRow("reasoning_format", "reasoning is separated from content", ("auto", "deepseek")),
-            FieldRow("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),
-            FieldRow("response_fields", _FORM, ([],)),
+            FieldRow("reasoning_control post_sampling_probs backend_sampling", _FORM, (False,)),
+            FieldRow("return_tokens", _NATIVE, (False,)),
+            FieldRow("response_fields", _NATIVE, ([],)),
         ),
         "vLLM, SGLang": (
             FieldRow("request_id", "the server gives its own"),
