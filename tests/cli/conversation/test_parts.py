@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cairn.cli.conversation.commands import is_command
+from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.cli.conversation.full_context import older_half, summary_of
 from cairn.cli.conversation.line_reader import MAX_HISTORY, _shorten
 from cairn.cli.conversation.markdown_view import MarkdownView, WrappedView
@@ -218,3 +219,40 @@ def test_a_long_history_keeps_its_newer_half(tmp_path: Path) -> None:
     _shorten(path)
     text = path.read_text()
     assert len(text) < MAX_HISTORY and text.endswith("+question 39999\n") and text.startswith("\n# 2026")
+
+
+class Agreeing:
+    """A model that says yes."""
+
+    answer = Answer(text="yes", finish_reason=FinishReason.STOP)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Agreeing:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_listed_chat_goes_on_from_its_newest_turn(tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path)
+    talk = Conversation(Agreeing(), {}, None, Setting(chats=chats))
+    talk.ask("A1")
+    talk._clear("")
+    talk.ask("B1")
+    talk._list_chats("")  # 1 is the chat of B, 2 that of A
+    for command, question in (("2", "A2"), ("1", "B2"), ("2", "A3")):
+        talk._resume_chat(command)
+        talk.ask(question)
+    said = [[one["content"] for one in chat.messages if one["role"] == "user"] for chat in chats.newest(2)]
+    assert said == [["A1", "A2", "A3"], ["B1", "B2"]]
+
+
+def test_a_chat_whose_only_question_was_taken_back_is_not_kept(tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path)
+    talk = Conversation(Agreeing(), {}, None, Setting(chats=chats))
+    talk.ask("A1")
+    talk._undo("")
+    assert chats.newest(1) == []

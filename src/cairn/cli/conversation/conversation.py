@@ -385,9 +385,12 @@ class Conversation:
     def _keep(self) -> None:
         """Save the chat, if chats are saved. An error is reported once, and the conversation goes on unsaved."""
         chats = self._setting.chats
-        if chats is None or not self._settings.history or not self.messages:
+        if chats is None or not self._settings.history:
             return
         try:
+            if not self.messages:  # its only question was taken back
+                chats.delete(self._chat_id)
+                return
             chats.save(SavedChat(self._chat_id, self._setting.name, self.system, self.messages))
         except CairnError as error:
             self._settings.history = False
@@ -402,13 +405,15 @@ class Conversation:
         self._say("\n".join(lines) or "(there are no saved chats)")
 
     def _resume_chat(self, text: str) -> None:
-        if not self._listed and self._setting.chats is not None:
-            self._listed = self._setting.chats.newest(LISTED)
-        if not text.isdecimal() or not 1 <= int(text) <= len(self._listed):
+        chats = self._setting.chats
+        if not self._listed and chats is not None:
+            self._listed = chats.newest(LISTED)
+        if chats is None or not text.isdecimal() or not 1 <= int(text) <= len(self._listed):
             self._say("/resume needs a number from the list of /chats")
             return
+        chat = chats.load(self._listed[int(text) - 1].id)  # it may have gone on since the list
         self.system = None
-        self.resume(self._listed[int(text) - 1])
+        self.resume(chat)
 
     def _forget(self, _: str) -> None:
         if self._setting.chats is not None:
