@@ -143,6 +143,11 @@ def test_the_next_start_uses_the_profile_below_set_options(kept: tuple[Path, Pat
     assert of(folder, step_tokens="64").config.step_tokens == 64
     assert of(folder, step_tokens="64").source("step_tokens") == "--step-tokens"
     assert of(folder, profile="none").config.threads is None
+    for elsewhere in ({"device": "cuda"}, {"device": "mlx"}, {"tp": "2"}):
+        found = of(folder, **elsewhere)
+        assert (found.config.threads, found.config.step_tokens) == (None, 512)
+        with pytest.raises(ConfigError, match="profiles are of one model on the CPU"):
+            of(folder, profile=str(path), **elsewhere)
     other = write_model(tmp_path / "other", seed=4)
     assert of(other).config.threads is None
     assert of(other, profile="none").config.threads is None

@@ -16,10 +16,18 @@ NONE = "none"
 def profiled(resolved: Resolved) -> Resolved:
     """Return the options with those of the model's profile on this machine.
 
-    Only a server or program with one model has a profile. Raise ConfigError for a named profile that is missing,
-    broken, or of another model or machine.
+    Only a server or program with one model on the CPU, in one process, has a profile. Raise ConfigError for a named
+    profile that is missing, broken, of another model or machine, or given for another device.
     """
     config = resolved.config
+    if config.device not in ("auto", "cpu") or config.tp > 1:
+        if config.profile in (None, NONE):
+            return resolved
+        raise ConfigError(
+            f"profile {config.profile}: profiles are of one model on the CPU, without tp; here device is "
+            f"{config.device} and tp {config.tp}",
+            field="profile",
+        )
     if config.profile == NONE or config.models or config.models_dir is not None or config.engine == "fake":
         return resolved
     path = _kept(config.model) if config.profile is None else _named(config.profile, config.model)
