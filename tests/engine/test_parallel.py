@@ -11,12 +11,16 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: no device but the CPU is tested")
 
 from cairn.config.config import Config
+from cairn.engine import parallel as parallel_module
 from cairn.engine.load_engine import load_engine
+from cairn.engine.memory import WeightMemory, weight_bytes
 from cairn.engine.parallel import ParallelEngine
 from cairn.engine.rank_group import ShardKernels
-from cairn.engine.shards import ShardedWeights, check_parallel
+from cairn.engine.shards import ShardedWeights, check_parallel, shard_spec
 from cairn.kernels.program import Interpreted, KernelCall, Slot
 from cairn.kv.pool.blocks import Copy
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.scheduler.planned_step import Plan
 from cairn.types.errors import DeviceError, DeviceMemoryError, ModelError
@@ -192,3 +196,30 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     np.testing.assert_array_equal(np.sum(found[names[2]], axis=0), whole[names[2]])
     np.testing.assert_array_equal(found[names[3]][1], whole[names[3]])
     assert parts[0].take_partial([found[names[1]][0]]) and not parts[0].take_partial([found[names[1]][0]])
+
+
+@pytest.mark.parametrize("form", ["f32", "bf16"])
+def test_memory_is_planned_for_the_ranks_part_of_the_weights_form(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, **MODELS["llama 2"])
+    spec, planned = load_spec(folder), list[WeightMemory]()
+    monkeypatch.setattr(parallel_module, "check_memory", lambda *given: planned.append(given[-1]))
+    monkeypatch.setattr(parallel_module, "RankProcess", NoRank)
+    with pytest.raises(NoRankError):
+        ParallelEngine.load(spec, folder, Config(tp=2, weights=form, kv_gb=0.002))
+    part = shard_spec(spec, 2)
+    sharded = ShardedWeights(HeldWeights(open_weights(folder, spec), form_of(spec, form)), 0, 2, part.heads)
+    for name in sharded:
+        meta, made = sharded.outline(name), sharded[name]
+        assert meta.shape == tuple(made.shape), name
+    assert planned[0].held <= weight_bytes(part) * {"f32": 1.1, "bf16": 0.6}[form]
+
+
+class NoRankError(Exception):
+    """No other rank is started."""
+
+
+class NoRank:
+    def __init__(self, number: int) -> None:
+        raise NoRankError

@@ -22,7 +22,7 @@ import msgspec
 
 from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import check_memory, device_memory, pool_blocks
+from cairn.engine.memory import check_memory, device_memory, kernels_of, pool_blocks, weight_memory
 from cairn.engine.mtp_head import parallel_note
 from cairn.engine.rank import load_shard
 from cairn.engine.rank_group import RankGroup
@@ -40,8 +40,10 @@ from cairn.engine.rank_protocol import (
     send,
 )
 from cairn.engine.recorded import RecordedEngine
-from cairn.engine.shards import check_parallel, kv_parts, shard_spec
+from cairn.engine.shards import ShardedWeights, check_parallel, kv_parts, shard_spec
 from cairn.kernels import devices
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights
 from cairn.types.errors import DeviceError, ModelError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.step import AdapterData, AdapterFacts, EngineCall, Ready, Row, RowResult
@@ -130,10 +132,15 @@ class ParallelEngine:
         free = device_memory(config) // (ranks if shared else 1)
         if shared and not config.threads:
             config = msgspec.structs.replace(config, threads=max(1, cpu_count() // ranks))
-        blocks = blocks or pool_blocks(part, config, free)
-        check_memory(part, config, blocks, free)
+        held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        sharded = ShardedWeights(held, 0, ranks, part.heads, kv_parts(spec, ranks))
+        weights = weight_memory(part, sharded, kernels_of(config))
+        blocks = blocks or pool_blocks(part, config, free, weights)
+        check_memory(part, config, blocks, free, weights)
         others = [RankProcess(number) for number in range(1, ranks)]
         meeting = Path(tempfile.mkdtemp(prefix="cairn-ranks-")) / "meeting"
+        group: RankGroup | None = None
+        own: RecordedEngine | None = None
         try:
             for other in others:
                 options = msgspec.to_builtins(_of_rank(config, other.number))
@@ -146,6 +153,9 @@ class ParallelEngine:
             for other in others:
                 other.process.kill()
                 other.close()
+            for one in (own, group):
+                if one is not None:
+                    one.close()
             raise
         finally:
             meeting.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ is whole on every rank, the latents' own projections and their cache too.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed, Quantized
+from cairn.models.quantization.tensor_meta import TensorMeta, outline
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import ModelSpec
 
@@ -91,9 +93,27 @@ class ShardedWeights(Mapping[str, Any]):
         self._partial: dict[int, Any] = {}
         """Matrices cut by inputs that were asked for since the last `take_partial`."""
 
+    def outline(self, name: str) -> TensorMeta:
+        """Return the meta of `[name]`. Reading it takes what reading the whole tensor takes."""
+        whole = outline(self._whole, self._name(name))
+        shape = list(whole.shape)
+        if _BY_OUTPUTS.search(name):
+            shape[0] //= self._kv_parts if _OF_KV.search(name) else self._ranks
+        elif (found := _BY_INPUTS.search(name)) is not None and found[1] == "weight":
+            shape[1] //= self._ranks
+        return dataclasses.replace(whole, shape=tuple(shape))
+
+    def _name(self, name: str) -> str:
+        """Return the whole model's name of a tensor; heads' matrices are numbered within the rank."""
+        of_head = _OF_HEAD.fullmatch(name)
+        if of_head is None:
+            return name
+        number = int(of_head[2]) + self._rank * self._heads
+        whole = f"{of_head[1]}{number}{of_head[3]}"
+        return whole if whole in self._whole else name  # `__iter__` has the names of all heads
+
     def __getitem__(self, name: str) -> NDArray[Any] | Packed:
-        if (of_head := _OF_HEAD.fullmatch(name)) is not None:
-            name = f"{of_head[1]}{int(of_head[2]) + self._rank * self._heads}{of_head[3]}"
+        name = self._name(name)
         tensor: NDArray[Any] | Packed = self._whole[name]
         if _BY_OUTPUTS.search(name):
             return self._rows(tensor, self._kv_parts if _OF_KV.search(name) else self._ranks)
