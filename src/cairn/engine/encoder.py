@@ -225,9 +225,9 @@ class EncoderEngine:
     def close(self) -> None:
         """Free memory and threads. A second call does nothing."""
         self._stream.close()
-        self._kernels.close()
         self._body = Interpreted(self._kernels, ())
         self._pooled.close()
+        self._kernels.close()
 
 
 class _Mirrors:

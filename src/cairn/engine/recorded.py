@@ -318,9 +318,9 @@ class RecordedEngine:
         """Free memory and threads; the engine cannot be used afterwards. A second call does nothing."""
         if self.ahead is not None:
             self.ahead.close()
-        if self._model is None:
+        own = self._model is None
+        if own:
             self._stream.close()
-            self._kernels.close()
         if self._rows is not None:
             self._rows.close()
         self._kv.clear()
@@ -333,6 +333,8 @@ class RecordedEngine:
             self._states.close()
         self._pooled.close()
         self._adapters.close()
+        if own:  # last: a device's memory goes back only when nothing holds it
+            self._kernels.close()
 
     def _compute(self, step: FilledStep) -> list[RowResult]:
         """Run a step, on the stream."""

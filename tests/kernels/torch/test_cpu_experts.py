@@ -17,6 +17,7 @@ from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.torch import cpu_experts
 from cairn.kernels.torch.cpu_experts import CpuExperts, HostCopies
+from cairn.kernels.torch.storage import TorchStorage
 from cairn.kernels.torch.torch_kernels import TorchKernels
 
 TOKENS, HIDDEN, WIDE, COUNT, CHOSEN = 12, 16, 24, 5, 2
@@ -204,3 +205,33 @@ def test_an_error_of_the_cpu_is_the_steps(made: Callable[..., Model], monkeypatc
     monkeypatch.setattr(cpu_experts.HostLayer, "compute", lambda *_: (_ for _ in ()).throw(OSError("the disk")))
     with pytest.raises(OSError, match="the disk"):
         model.run(0, 2)
+
+
+def test_every_thread_that_drives_a_gpu_selects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's current GPU, which is the first unless something else is selected."""
+    selected: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: selected.append((threading.current_thread().name, device))
+    )
+    second = torch.device("cuda:1")
+    storage = TorchStorage("cuda:1")
+    stream = storage.stream()
+    stream.submit(lambda: None).wait()
+    stream.close()
+    assert selected == [(threading.current_thread().name, second), ("cairn-cuda:1", second)]
+
+
+def test_a_mark_is_set_behind_the_work_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            recorded.append(stream)
+
+        def synchronize(self) -> None:
+            recorded.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    HostCopies(torch.device("cuda:1")).mark()()
+    assert recorded == ["the stream of cuda:1", "waited"]

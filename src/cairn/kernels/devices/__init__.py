@@ -141,7 +141,7 @@ def load(device: str, kernels: str, threads: int, cpu_layers: Sequence[int] = ()
         kernel, share = worst(loaded)
     except NoDevice:
         raise
-    except (CairnError, RuntimeError) as error:
+    except (CairnError, RuntimeError, ValueError) as error:  # ValueError: what Triton says of a tensor elsewhere
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
     if not share <= 1:
         loaded.close()
@@ -283,6 +283,8 @@ def _gpu(torch: Any, kind: str, index: int) -> DeviceReport:
         return no(f"{there}; check the driver, or use --device cpu")
     try:
         free, _ = torch.cuda.mem_get_info(index)
+        # What earlier models of this process had, torch keeps for the next.
+        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
         title = torch.cuda.get_device_name(index)
     except RuntimeError as error:
         return no(f"it does not answer ({str(error).splitlines()[0][:200]}); check the driver, or use --device cpu")

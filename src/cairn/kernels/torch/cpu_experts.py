@@ -29,6 +29,7 @@ class HostCopies:
     """Copies between a device and host memory, in the order in which they and the device's work were submitted."""
 
     def __init__(self, device: Any) -> None:
+        self._device = device
         self._later = device.type == "cuda"
         """Whether copies are done later than they are submitted."""
 
@@ -49,7 +50,7 @@ class HostCopies:
         if not self._later:
             return _nothing
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         wait: Callable[[], None] = event.synchronize
         return wait
 

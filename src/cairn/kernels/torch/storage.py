@@ -35,9 +35,15 @@ class TorchStorage:
     def __init__(self, device: str) -> None:
         """Use `device`, by torch's name: cpu, cuda:0, mps."""
         self.device = torch.device(device)
+        self.select()
         self._host: dict[int, NDArray[np.int32]] = {}
         """The last upload of integers by the address of its tensor: kernels need a few of them on the host, and reading
         them back would stall the device."""
+
+    def select(self) -> None:
+        """Make this the calling thread's current device, which Triton launches on and events are recorded on."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Return a zeroed tensor."""
@@ -120,7 +126,9 @@ class TorchStorage:
 
     def stream(self) -> ThreadStream:
         """Return a thread that drives the device."""
-        return ThreadStream(f"cairn-{self.device}", translated)
+        made = ThreadStream(f"cairn-{self.device}", translated)
+        made.submit(self.select)
+        return made
 
 
 def numpy_type(dtype: Any) -> Any:
