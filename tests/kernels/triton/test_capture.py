@@ -94,6 +94,21 @@ def test_the_graph_used_least_recently_is_dropped(monkeypatch: pytest.MonkeyPatc
     assert graphs.captured == 4, "the graph of two rows was captured again"
 
 
+def test_a_step_whose_graph_cannot_be_captured_runs_kernel_by_kernel_from_then_on() -> None:
+    kernels = TorchKernels("cpu")
+    hidden, tries = kernels.allocate((8, 4), "float32"), []
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        tries.append(run)
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    made = CapturedProgram(kernels, [KernelCall("add", (torch.ones(1, 4), Slot("tokens", hidden)))], capture)
+    for _ in range(4):
+        made.replay(sizes(3, 3))
+    assert len(tries) == 1
+    np.testing.assert_array_equal(hidden.numpy()[:, 0], [4, 4, 4, 0, 0, 0, 0, 0])
+
+
 class Baked(Graphs):
     """Graphs as a GPU would launch them: with the host's inputs at the time of capture."""
 

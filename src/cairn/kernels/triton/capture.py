@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 from cairn.kernels.program import Interpreted, KernelCall, Size
+from cairn.types.errors import DeviceMemoryError
+
+log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 64
 """Most graphs a program keeps; the one used least recently goes first."""
@@ -18,13 +22,21 @@ ASKS_THE_HOST = frozenset({"experts", "adapt"})
 Replay = Callable[[], None]
 
 
-def capture_graph(run: Replay) -> Replay:
-    """Capture what `run` launches on this GPU as a graph and return its launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    launch: Replay = graph.replay
-    return launch
+class GraphCapture:
+    """Captures graphs that share the memory of their temporary tensors, since no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Replay) -> Replay:
+        """Capture what `run` launches on this GPU as a graph and return its launch."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        launch: Replay = graph.replay
+        return launch
 
 
 class CapturedProgram(Interpreted):
@@ -34,9 +46,7 @@ class CapturedProgram(Interpreted):
     prompts, programs with kernels in `ASKS_THE_HOST` and those without rows or logits always do.
     """
 
-    def __init__(
-        self, kernels: Any, calls: Sequence[KernelCall], capture: Callable[[Replay], Replay] = capture_graph
-    ) -> None:
+    def __init__(self, kernels: Any, calls: Sequence[KernelCall], capture: Callable[[Replay], Replay]) -> None:
         super().__init__(kernels, calls)
         self._capture = capture
         self._captures = not any(call.kernel in ASKS_THE_HOST for call in calls)
@@ -63,11 +73,23 @@ class CapturedProgram(Interpreted):
             self._seen.add(key)
             super().replay(wide)
         else:
-            run = super().replay
-            self._graphs[key] = graph = self._capture(lambda: run(wide))
-            if len(self._graphs) > MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-            graph()
+            self._launch_new(key, wide)
+
+    def _launch_new(self, key: tuple[int, ...], sizes: Mapping[Size, int]) -> None:
+        """Capture a step and launch it. If there is no memory for its graph, capture no more and run the calls."""
+        run = super().replay
+        try:
+            graph = self._capture(lambda: run(sizes))
+        except (DeviceMemoryError, RuntimeError) as error:
+            log.warning("steps are launched kernel by kernel from now on: a graph could not be captured (%s)", error)
+            self._captures = False
+            self._graphs.clear()
+            run(sizes)
+            return
+        self._graphs[key] = graph
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph()
 
     def _rounded(self, blocks: int) -> int:
         """Return the next power of two, within the widest table."""

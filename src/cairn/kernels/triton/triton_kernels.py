@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from cairn.kernels.torch.recurrent import spread
 from cairn.kernels.torch.torch_kernels import TorchKernels
 from cairn.kernels.torch.weights import TorchMatrix
 from cairn.kernels.triton import attention, experts, recurrent, rowwise
-from cairn.kernels.triton.capture import CapturedProgram
+from cairn.kernels.triton.capture import CapturedProgram, GraphCapture
 from cairn.kernels.triton.products import TritonMatrix, pack_matrix
 from cairn.kernels.triton.rope import rope_write
 from cairn.kernels.triton.rowwise import gate, norm, softmax, statistics
@@ -280,4 +281,8 @@ class TritonKernels(TorchKernels):
         return softmax(x)
 
     def program(self, calls: Sequence[KernelCall]) -> Interpreted:
-        return CapturedProgram(self, calls) if self.device.type == "cuda" else super().program(calls)
+        return CapturedProgram(self, calls, self._capture) if self.device.type == "cuda" else super().program(calls)
+
+    @cached_property
+    def _capture(self) -> GraphCapture:
+        return GraphCapture()
