@@ -27,6 +27,8 @@ from cairn.types.step import Row
 
 STEP_TOKENS = 512
 """Most tokens of a prompt in one step."""
+WRITTEN_AT_ONCE = 64 << 20
+"""Bytes of the pool that are filled at once."""
 ROUNDS = 3
 """Timed prompts, after one to warm up."""
 
@@ -207,8 +209,10 @@ def open_bench(
     engine = RecordedEngine(spec, weights, config, blocks, memory=taken)
     for group, size in enumerate(engine.info.block_bytes):
         # Memory that was never written reads as one page of zeros, again and again, which costs next to nothing.
-        page = memoryview(bytes(size))
-        engine.write_blocks(group, range(blocks[group]), [page] * blocks[group]).wait()
+        page, some = memoryview(bytes(size)), max(1, WRITTEN_AT_ONCE // max(1, size))
+        for at in range(0, blocks[group], some):
+            ids = range(at, min(at + some, blocks[group]))
+            engine.write_blocks(group, ids, [page] * len(ids)).wait()
     return Bench(spec, engine, load, taken, now, roofline)
 
 
