@@ -124,6 +124,41 @@ def test_a_message_is_edited_and_its_versions_are_kept(visit: Visit) -> None:
     assert visit.page.locator(".asked .text").all_inner_texts() == ["First", "Second"]
 
 
+def test_an_edit_that_is_refused_leaves_the_chat_as_it_was(browser: Any, narrow_room: Home) -> None:
+    visit = Visit(browser, narrow_room.url).open()
+    visit.send("First")
+    visit.send("Second")
+    visit.page.locator(".turn:first-child").get_by_role("button", name="Edit").click()
+    visit.page.locator("dialog textarea").fill("stone " * 2000)
+    visit.page.locator("dialog").get_by_role("button", name="Send").click()
+    visit.page.wait_for_selector(".ways:has-text('has filled the model')")
+    visit.page.wait_for_function("() => document.querySelector('.composer textarea').value.startsWith('stone')")
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["First", "Second"]
+    assert httpx.get(f"{narrow_room.url}/v1/agents/{agent_of(visit)}", trust_env=False).json()["head"] == 2
+    visit.close()
+
+
+def test_what_was_typed_stays_while_other_views_are_shown(visit: Visit) -> None:
+    message = visit.open().page.get_by_label("Message", exact=True)
+    message.fill("Half a thought")
+    visit.page.get_by_role("link", name="Contexts", exact=True).click()
+    visit.page.wait_for_selector("#nav a[aria-current]:has-text('Contexts')")
+    visit.page.get_by_role("link", name="Chat", exact=True).click()
+    assert message.input_value() == "Half a thought"
+    message.press("Enter")
+    visit.page.wait_for_selector(".turn .answer .text:has-text('Stones')")
+    visit.answered()
+    visit.open("#/chat")
+    assert message.input_value() == ""
+
+
+def test_the_content_is_reached_by_keyboard_in_the_same_view(visit: Visit) -> None:
+    visit.open("#/contexts").page.locator(".skip").focus()
+    visit.page.keyboard.press("Enter")
+    assert visit.page.evaluate("document.activeElement.id") == "main"
+    assert visit.page.title() == "Contexts · Cairn" and visit.page.url.endswith("#/contexts")
+
+
 def test_an_answer_is_asked_for_again(visit: Visit) -> None:
     visit.open().send("Again and again")
     visit.button("Again").click()
@@ -200,7 +235,11 @@ def test_an_answer_goes_on_after_a_reload_and_shows_under_now(browser: Any, endl
         "() => document.querySelector('.log[aria-busy] .answer > .text')?.innerText.length > 50"
     )
     other.page.get_by_role("cell", name="answers").wait_for()
-    other.button("Cancel").click()
+    other.button("Cancel").focus()
+    said = other.page.locator("td:nth-child(4)").first.inner_text()
+    other.page.wait_for_function("t => document.querySelector('td:nth-child(4)').innerText !== t", arg=said)
+    assert other.page.evaluate("document.activeElement.innerText") == "Cancel", "what has the focus keeps it"
+    other.page.keyboard.press("Enter")
     other.page.get_by_text("Nothing runs and nothing waits.").wait_for()
     visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
     assert visit.errors == [] and other.errors == []
@@ -492,6 +531,32 @@ def test_whatever_a_model_writes_becomes_harmless_nodes_in_linear_time(visit: Vi
         assert result["took"] < 3000, (text[:20], result["took"])
         assert result["same"], text[:60]  # rendering piece by piece gives what rendering at once gives
     assert visit.page.evaluate("window.hit") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "shown"),
+    [
+        ("- a\n  - b\n    - c", "li li li", ["c"]),
+        ("- a\n    - b\n        - c", "li li li", ["c"]),
+        ("- x\n  ```yaml\n  a:\n    b:\n      c: 1\n  ```", "li pre", ["a:\n  b:\n    c: 1"]),
+        ("1. x\n  ```\n  a:\n    b\n  ```", "li pre", ["a:\n  b"]),
+        ("```ls -la```\n\nThen **do** this.", "p code, strong", ["ls -la", "do"]),
+        ("Here it is:\n| a | b |\n|---|---|\n| 1 | 2 |", "p, td", ["Here it is:", "1", "2"]),
+    ],
+)
+def test_markdown_as_models_write_it(visit: Visit, text: str, inside: str, shown: list[str]) -> None:
+    visit.open()
+    found = visit.page.evaluate(
+        """async ([text, inside]) => {
+          const { nodes } = await import("/web/markdown.js");
+          const box = document.createElement("div");
+          box.append(...nodes(text));
+          return [...box.querySelectorAll(inside)].map((one) => one.textContent.trimEnd());
+        }""",
+        [text, inside],
+    )
+    assert found == shown
+    assert visit.page.evaluate(RENDER, text)["same"]
 
 
 def test_a_huge_line_is_shown_in_part_until_all_is_asked_for(visit: Visit) -> None:

@@ -131,6 +131,11 @@ document.addEventListener("keydown", (event) => {
 
 on("link", showLink);
 window.addEventListener("hashchange", route);
+// As a link it would be a route.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 document.getElementById("keys").addEventListener("click", () => askForKeys());
 document.getElementById("theme").addEventListener("click", () => theme(true));
 fetch("/docs", { method: "HEAD" })

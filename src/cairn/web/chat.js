@@ -5,7 +5,7 @@ import { Answer, action, asked, textOf } from "/web/answer.js";
 import { closesList, complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
 import { ChatList, chatMenu, titled } from "/web/chats.js";
 import { AnswerStream } from "/web/answer_stream.js";
-import { carriedOver, contextOf, roomMeter, waysOn } from "/web/full_context.js";
+import { carriedOver, chatModels, contextOf, roomMeter, waysOn } from "/web/full_context.js";
 import { connect, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { samplingFields, samplingOptions } from "/web/sampling.js";
@@ -44,16 +44,17 @@ class Chat {
     this.models();
     if (this.id) this.load();
     else this.fresh();
-    if (kept.text) {
-      this.input.value = kept.text;
-      kept.text = "";
+    if (drafts.get(this.id)) {
+      this.input.value = drafts.get(this.id);
       requestAnimationFrame(() => this.grow());
     }
+    drafts.delete(this.id);
     return { node: this.node, end: () => this.end(), focus: () => this.input.focus({ preventScroll: true }) };
   }
 
   end() {
     for (const stop of this.ends) stop();
+    if (this.input.value.trim()) drafts.set(this.id, this.input.value);
     this.busy?.control.abort(); // the turn goes on: its events are kept for who comes back
     this.ended = true;
   }
@@ -135,14 +136,16 @@ class Chat {
 
   models() {
     const wanted = this.chosen || this.told?.model || this.model.value;
+    const models = chatModels();
     put(
       this.model,
-      store.models.map((one) =>
+      models.map((one) =>
         h("option", { value: one.id }, one.state && one.state !== "loaded" ? `${one.id} (${one.state})` : one.id),
       ),
     );
-    if (store.models.some((one) => one.id === wanted)) this.model.value = wanted;
-    this.model.hidden = !store.models.length;
+    const shown = models.find((one) => one.id === wanted) ?? models.find((one) => one.state === "loaded");
+    if (shown) this.model.value = shown.id;
+    this.model.hidden = !models.length;
     this.room();
   }
 
@@ -355,6 +358,7 @@ class Chat {
     this.input.value = "";
     this.grow();
     if (!(await this.turn([{ role: "user", content: text }]))) {
+      if (this.ended) drafts.set(this.id, text);
       if (!this.input.value) this.input.value = text;
       this.grow();
     }
@@ -377,19 +381,26 @@ class Chat {
       this.log,
       this.told.messages.map(opened),
     );
+    if (this.ended) return; // another view is shown now
     history.replaceState(null, "", `#/chat/${encodeURIComponent(agent.id)}`);
     this.list();
   }
 
-  /** Send a turn; return whether the server accepted it. */
-  async turn(messages) {
+  /**
+   * Send a turn; return whether the server accepted it. `back`: the turn to go back to if it is refused, where the chat
+   * was rolled back for it.
+   */
+  async turn(messages, back = null) {
     if (this.busy) return false;
     const answer = new Answer();
     this.begin(answer);
     try {
       await this.open(messages);
       const last = this.path().at(-1);
-      if (last && (last.state === "interrupted" || last.state === "damaged")) await this.rollTo(last.parent);
+      if (last && (last.state === "interrupted" || last.state === "damaged")) {
+        back ??= this.head;
+        await this.rollTo(last.parent);
+      }
       const node = h(
         "div",
         { class: "turn" },
@@ -408,12 +419,17 @@ class Chat {
         repetition_stop: true,
         ...samplingOptions(),
       };
-      const response = await ask("POST", agentPath(this.id, "turns"), body, { signal: this.busy.control.signal });
+      // A view that ended while the chat was made still sends its message; whoever comes back follows the turn.
+      const signal = this.ended ? undefined : this.busy.control.signal;
+      const response = await ask("POST", agentPath(this.id, "turns"), body, { signal });
       await this.busy.hear(response);
       return true;
     } catch (error) {
+      const shown = answer.node.isConnected;
       this.failed(error, answer);
-      return this.busy?.begun ?? false;
+      const begun = this.busy?.begun ?? false;
+      if (!begun && back !== null && !this.ended) await this.comeBack(back, shown && error);
+      return begun;
     } finally {
       await this.done();
     }
@@ -528,6 +544,16 @@ class Chat {
     this.draw();
   }
 
+  /** Undo a roll back whose turn was refused, and show the error again if it was shown with that turn. */
+  async comeBack(head, error) {
+    try {
+      await this.rollTo(head);
+      if (error) complain(error);
+    } catch (failure) {
+      complain(failure);
+    }
+  }
+
   edit(turn) {
     if (this.busy) return;
     const users = turn.messages.filter((one) => one.role === "user");
@@ -566,13 +592,16 @@ class Chat {
 
   async instead(turn, messages) {
     if (this.busy) return;
+    const head = this.head;
     try {
       await this.rollTo(turn.parent);
     } catch (error) {
       complain(error);
       return;
     }
-    await this.turn(messages);
+    if ((await this.turn(messages, head)) || this.ended || this.input.value) return;
+    this.input.value = textOf(messages.findLast((one) => one.role === "user") ?? { content: "" });
+    this.grow();
   }
 
   /** Switch to another version: its latest turn becomes the head. */
@@ -615,7 +644,8 @@ class Chat {
 
   async goOn(way, text) {
     if (way === "new") {
-      kept.text = this.input.value || text;
+      drafts.set("", this.input.value || text || "");
+      this.input.value = "";
       location.hash = "#/chat";
       return;
     }
@@ -629,7 +659,8 @@ class Chat {
       if (this.model.value) body.model = this.model.value;
       const agent = await post("/v1/agents", body);
       took(agent);
-      kept.text = this.input.value || text;
+      drafts.set(agent.id, this.input.value || text || "");
+      this.input.value = "";
       location.hash = `#/chat/${encodeURIComponent(agent.id)}`;
     } catch (error) {
       complain(error);
@@ -646,5 +677,5 @@ function opened(message) {
   return answer.node;
 }
 
-/** The unsent message for the next chat that is shown. */
-const kept = { text: "" };
+/** Unsent messages by the chat's id, of views that ended; under "" that of a new chat. */
+const drafts = new Map();

@@ -9,9 +9,12 @@ import { store } from "/web/store.js";
 const SUMMARY = 300; // tokens of a summary at most
 const FEW = 0.9; // from here on the meter warns
 
+/** Return the models that answer. */
+export const chatModels = () => store.models.filter((one) => !one.kind || one.kind === "chat");
+
 /** Return a model's context length in tokens; 0 if unknown. */
 export function contextOf(model) {
-  const one = store.models.find((other) => other.id === model) ?? store.models[0];
+  const one = store.models.find((other) => other.id === model) ?? chatModels()[0];
   return one?.max_model_len ?? 0;
 }
 

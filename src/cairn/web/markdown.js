@@ -36,7 +36,7 @@ export function blocks(text) {
       next();
       continue;
     }
-    const fence = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
+    const fence = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
     if (fence) {
       next();
       const from = at;
@@ -78,22 +78,20 @@ export function blocks(text) {
       found.push({ kind: "list", start, ...list() });
       continue;
     }
-    if (here.includes("|")) {
-      const under = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
-      if (/^[\s|:-]+$/.test(under) && under.includes("-") && under.includes("|")) {
-        const rows = [];
-        while (at < text.length && line().includes("|")) {
-          rows.push(cells(line()));
-          next();
-        }
-        found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2), sides: rows[1].map(side) });
-        continue;
+    if (tableHere()) {
+      const rows = [];
+      while (at < text.length && line().includes("|")) {
+        rows.push(cells(line()));
+        next();
       }
+      found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2), sides: rows[1].map(side) });
+      continue;
     }
     const lines = [];
     while (at < text.length) {
       const one = line();
       if (!one.trim() || (lines.length && /^ {0,3}(#{1,6}\s|>|`{3,}|~{3,}|[-*+] |1[.)] )/.test(one))) break;
+      if (lines.length && tableHere()) break;
       lines.push(one.trimEnd());
       next();
     }
@@ -101,15 +99,24 @@ export function blocks(text) {
   }
   return found;
 
+  function tableHere() {
+    if (!line().includes("|")) return false;
+    const under = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
+    return /^[\s|:-]+$/.test(under) && under.includes("-") && under.includes("|");
+  }
+
   function list() {
     const first = item(line());
     const items = [];
+    let width = 0; // blanks that the item's other lines begin with: where its text begins, or less
+    let known = false;
     while (at < text.length) {
       const one = line();
       const mark = item(one);
       if (mark && mark.indent <= first.indent + 1) {
         if (mark.ordered !== first.ordered) break;
         items.push([mark.text]);
+        [width, known] = [mark.width, false];
         next();
       } else if (!one.trim()) {
         const after = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
@@ -118,7 +125,9 @@ export function blocks(text) {
         items.at(-1).push("");
         next();
       } else if (/^\s{2,}/.test(one) || !/^ {0,3}(#{1,6}\s|>|`{3,}|~{3,})/.test(one)) {
-        items.at(-1).push(one.replace(/^( {1,4}|\t)/, ""));
+        const blanks = /^ */.exec(one)[0].length;
+        if (blanks && !known) [width, known] = [Math.min(width, blanks), true];
+        items.at(-1).push(one[0] === "\t" ? one.slice(1) : one.slice(Math.min(width, blanks)));
         next();
       } else break;
     }
@@ -129,7 +138,14 @@ export function blocks(text) {
 function item(line) {
   const found = /^( *)([-*+]|(\d{1,9})[.)])(?: +|$)(.*)$/.exec(line);
   if (!found) return null;
-  return { indent: found[1].length, ordered: found[3] !== undefined, number: Number(found[3] ?? 1), text: found[4] };
+  const [, before, mark, number, text] = found;
+  return {
+    indent: before.length,
+    width: text ? line.length - text.length : before.length + mark.length + 1,
+    ordered: number !== undefined,
+    number: Number(number ?? 1),
+    text,
+  };
 }
 
 /** Return a column's alignment from the marks below its heading. */

@@ -8,11 +8,11 @@ import { on, store, tell } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 
 export function nowView() {
-  const requests = h("section", { "aria-labelledby": "h-requests" });
+  const requests = new RequestList();
   const models = h("section", { "aria-labelledby": "h-models" });
   const server = h("div");
-  const node = h("div", { class: "page" }, h("h1", null, "Now"), requests, models, server);
-  const drawRequests = framed(() => put(requests, h("h2", { id: "h-requests" }, "Requests"), requestTable()));
+  const node = h("div", { class: "page" }, h("h1", null, "Now"), requests.node, models, server);
+  const drawRequests = framed(() => requests.draw());
   const drawModels = framed(() => put(models, h("h2", { id: "h-models" }, "Models"), modelTable()));
   const drawServer = framed(() => put(server, figures()));
   let loaded = "";
@@ -40,33 +40,62 @@ export function nowView() {
 
 const STATES = { waiting: "waits", prefill: "reads its prompt", running: "answers" };
 
-function requestTable() {
-  const { total, requests } = store.requests;
-  if (!total) return h("p", { class: "soft" }, "Nothing runs and nothing waits.");
+/** The section of requests. A row stays while its request does, so that its button keeps the focus and hears each click. */
+class RequestList {
+  constructor() {
+    this.rows = new Map();
+    this.none = h("p", { class: "soft" }, "Nothing runs and nothing waits.");
+    this.more = h("p", { class: "soft" });
+    this.table = table(["Request", "State", "Prompt", "Said", "For", ""], []);
+    this.body = this.table.querySelector("tbody");
+    const title = h("h2", { id: "h-requests" }, "Requests");
+    this.node = h("section", { "aria-labelledby": "h-requests" }, title, this.none, this.table, this.more);
+  }
+
+  draw() {
+    const { total, requests } = store.requests;
+    this.none.hidden = total > 0;
+    this.table.hidden = !total;
+    this.more.hidden = total <= requests.length;
+    this.more.textContent = `and ${count(total - requests.length)} more`;
+    const ids = new Set(requests.map((one) => one.id));
+    for (const [id, row] of this.rows) {
+      if (ids.has(id)) continue;
+      row.remove();
+      this.rows.delete(id);
+    }
+    requests.forEach((one, at) => {
+      const row = this.row(one.id);
+      cellsOf(one).forEach((cell, column) => {
+        const held = row.children[column];
+        if (held.textContent !== (cell.textContent ?? cell)) put(held, cell);
+      });
+      if (this.body.children[at] !== row) this.body.insertBefore(row, this.body.children[at] ?? null);
+    });
+  }
+
+  row(id) {
+    if (!this.rows.has(id)) {
+      const cancel = button("Cancel", () => post(`/v1/requests/${id}/cancel`).catch(complain), {
+        class: "small",
+        "aria-label": `Cancel request ${id}`,
+      });
+      this.rows.set(id, h("tr", null, Array.from({ length: 5 }, () => h("td")), h("td", null, cancel)));
+    }
+    return this.rows.get(id);
+  }
+}
+
+/** Return what is told of a request, for the cells of its row. */
+function cellsOf(one) {
+  const prompt = count(one.prompt_tokens);
+  const agent = one.agent && (store.agents.get(one.agent) ?? { id: one.agent });
   return [
-    table(
-      ["Request", "State", "Prompt", "Said", "For", ""],
-      requests.map((one) => [
-        one.agent
-          ? h(
-              "a",
-              { href: `#/chat/${encodeURIComponent(one.agent)}` },
-              titleOf(store.agents.get(one.agent) ?? { id: one.agent }),
-            )
-          : h("code", null, one.id),
-        STATES[one.state],
-        one.cached_tokens === null
-          ? count(one.prompt_tokens)
-          : `${count(one.prompt_tokens)}, ${count(one.cached_tokens)} cached`,
-        count(one.completion_tokens),
-        seconds(one.seconds),
-        button("Cancel", () => post(`/v1/requests/${one.id}/cancel`).catch(complain), {
-          class: "small",
-          "aria-label": `Cancel request ${one.id}`,
-        }),
-      ]),
-    ),
-    total > requests.length && h("p", { class: "soft" }, `and ${count(total - requests.length)} more`),
+    agent ? h("a", { href: `#/chat/${encodeURIComponent(one.agent)}` }, titleOf(agent)) : h("code", null, one.id),
+    STATES[one.state],
+    one.cached_tokens === null ? prompt : `${prompt}, ${count(one.cached_tokens)} cached`,
+    count(one.completion_tokens),
+    seconds(one.seconds),
   ];
 }
 

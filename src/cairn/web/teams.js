@@ -24,6 +24,10 @@ class Teams {
     [this.kind, this.id] = /^(team|run)\/(.+)$/.exec(given)?.slice(1) ?? ["", ""];
     this.names = h("div");
     this.body = h("section", { class: "page", "aria-label": "Selected" });
+    // What is typed here outlives what is drawn anew around it.
+    this.text = h("textarea", { rows: 2 });
+    this.to = h("select");
+    this.rounds = h("input", { type: "number", min: 1, max: 100, value: 1 });
     const toggle = button("Teams and runs", () => this.node.classList.toggle("open"), { class: "narrow" });
     this.node = h(
       "div",
@@ -56,7 +60,6 @@ class Teams {
     this.ended = true;
     for (const stop of this.ends) stop();
     clearTimeout(this.timer);
-    this.control?.abort();
     if (this.picture) URL.revokeObjectURL(this.picture);
   }
 
@@ -141,15 +144,14 @@ class Teams {
       this.act(() => post(teamPath(this.id, "/interrupt"))),
       { hidden: team.state !== "running" },
     );
-    const rounds = h("input", { type: "number", min: 1, max: 100, value: 1 });
-    const text = h("textarea", { rows: 2 });
-    const to = h(
-      "select",
-      null,
+    const [focused, to] = [document.activeElement, this.to.value];
+    put(
+      this.to,
       ["everybody", ...team.members.map((one) => one.name)].map((one) =>
         h("option", { value: one === "everybody" ? "" : one }, one),
       ),
     );
+    this.to.value = to;
     put(
       this.body,
       h("h1", null, team.id),
@@ -185,11 +187,11 @@ class Teams {
           class: "post",
           onsubmit: (event) => {
             event.preventDefault();
-            this.post(text, to);
+            this.post();
           },
         },
-        field("Say to the team", text),
-        field("To", to),
+        field("Say to the team", this.text),
+        field("To", this.to),
         h("button", { type: "submit" }, "Say it"),
       ),
       h(
@@ -198,20 +200,24 @@ class Teams {
           class: "row post",
           onsubmit: (event) => {
             event.preventDefault();
-            this.run(teamPath(team.id, "/rounds"), { rounds: Number(rounds.value) });
+            this.run(teamPath(team.id, "/rounds"), { rounds: Number(this.rounds.value) });
           },
         },
-        field("Rounds", rounds),
+        field("Rounds", this.rounds),
         h("button", { type: "submit", class: "primary" }, "Let them speak"),
       ),
     );
+    if ([this.text, this.to, this.rounds].includes(focused)) focused.focus({ preventScroll: true });
   }
 
-  async post(text, to) {
-    if (!text.value.trim()) return;
-    await this.act(() =>
-      post(teamPath(this.id, "/messages"), { content: text.value, ...(to.value ? { to: [to.value] } : {}) }),
-    )();
+  async post() {
+    const [content, to] = [this.text.value, this.to.value];
+    if (!content.trim()) return;
+    await this.act(async () => {
+      await post(teamPath(this.id, "/messages"), { content, ...(to ? { to: [to] } : {}) });
+      if (this.text.value === content) this.text.value = "";
+      if (this.busy) say("It was said; the team reads it when it speaks next.");
+    })();
   }
 
   vote(team) {
@@ -251,21 +257,22 @@ class Teams {
   async run(path, body) {
     if (this.busy) return;
     this.busy = true;
-    this.control = new AbortController();
     this.stop.hidden = false;
     this.said.setAttribute("aria-busy", "true");
     const speaking = new Map();
     try {
-      const response = await ask("POST", path, { ...body, stream: true }, { signal: this.control.signal });
+      const response = await ask("POST", path, { ...body, stream: true });
+      // Also read after the view has ended: the server interrupts a round that nobody hears.
       for await (const { data } of events(response)) {
         if (data === "[DONE]") break;
+        if (this.ended) continue;
         const event = JSON.parse(data);
         if (event.error) throw new Error(event.error.message);
         this.heard(event, speaking);
       }
-      say("The team is done.");
+      if (!this.ended) say("The team is done.");
     } catch (error) {
-      if (!this.control.signal.aborted) complain(error);
+      if (!this.ended) complain(error);
     } finally {
       this.busy = false;
       this.shape = "";
