@@ -53,7 +53,8 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
         models = Models(app.state.config, [ServedModel(app.state.config, one) for one in listed])
         for model, each in zip(models.models, (service, made), strict=True):
             models.loader.loaded(model, each, None)
-        models.name(models.models[0], NAMES)
+        models.models[0].own_names |= frozenset(NAMES)
+        models.rename()
         app.state.open(models)
         yield
     finally:

@@ -47,9 +47,9 @@ def other_demo(place: Path) -> Path:
 
 
 def one_model(folder: Path, **options: Any) -> Served:
-    """Start a server with only the bundled model, on the real engine."""
-    small = {"model": "demo", "engine": "cpu", "kv_dir": str(folder / "kv"), "kv_gb": 0.05, "context": 2048}
-    return Served(**{**small, "log_level": "warning", **options})
+    """Start a server with only the bundled model, on the real engine and slow kernels: streams must outlast a swap."""
+    small = {"model": "demo", "engine": "cpu", "kernels": "portable", "kv_dir": str(folder / "kv"), "kv_gb": 0.05}
+    return Served(**{**small, "context": 2048, "log_level": "warning", **options})
 
 
 class Swaps:
@@ -88,13 +88,17 @@ class Swaps:
                 httpx.Client(base_url=self.server.url, timeout=180, trust_env=False) as http,
                 http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as answer,
             ):
+                last = ""
                 for seen, line in enumerate(answer.iter_lines()):
+                    last = line or last
                     if seen == 4:
                         begun.wait(60)
                     if '"error"' in line:
                         self.told.append(json.loads(line.removeprefix("data: "))["error"]["message"])
                     if over.is_set():
                         return
+                if last != "data: [DONE]" and '"error"' not in last:
+                    self.told.append(f"cut off after {last[:80]}")
 
         threads = [threading.Thread(target=follow, daemon=True) for _ in range(count)]
         for thread in threads:
