@@ -63,7 +63,8 @@ def test_old_kv_is_pruned_and_agents_stay(tmp_path: Path) -> None:
 async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
 
-    async def start(*command: str, **options: bool) -> SimpleNamespace:
+    async def start(*command: str, env: dict[str, str], **options: bool) -> SimpleNamespace:
+        assert "CAIRN_TLS_CERT" not in env and "PATH" in env
         tries.append(command)
         if len(tries) < 3:
             raise OSError(errno.EAGAIN, "no process is left")
@@ -74,6 +75,7 @@ async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch: pytes
 
     monkeypatch.setattr("asyncio.create_subprocess_exec", start)
     monkeypatch.setattr(cluster, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setenv("CAIRN_TLS_CERT", "c")
     over = asyncio.Event()
     servers = cluster._Servers("demo", [["cairn"]])
     await servers._keep(0, ["cairn"], over)
@@ -135,10 +137,10 @@ def test_the_router_alone_has_the_certificate(
     config, servers = up("--tls-cert", "c", "--tls-key", "k")
     assert (config.tls_cert, config.tls_key) == ("c", "k")
     assert not any("tls" in word for command in servers._commands for word in command)
-    for lines, said in (('tls_cert = "c"\ntls_key = "k"', "give --tls-cert instead"), ("admin_port = 9", "one by one")):
+    for lines, said in (('tls_cert = "c"\ntls_key = "k"', "use --tls-cert"), ("admin_port = 9", "one by one")):
         (tmp_path / "cairn.toml").write_text(lines)
-        with pytest.raises(ConfigError, match=said):
-            up("--config", str(tmp_path / "cairn.toml"))
+        with pytest.raises(ConfigError, match=f"cairn.toml: all servers .* take it out and .*{said}"):
+            up("--config", str(tmp_path / "cairn.toml"), "--tls-cert", "c", "--tls-key", "k")
 
 
 def test_a_server_that_cannot_start_fails_the_command(up: Callable[..., tuple[Config, cluster._Servers]]) -> None:

@@ -165,7 +165,7 @@ def _add_up(cluster: typer.Typer) -> None:
         resolved = resolve(
             {**both, **own, "admin_key": admin_key, "unsafe_no_auth": unsafe_no_auth or None}, file=config_file
         )
-        _check_listener(resolved)
+        _check_listener(config_file)
         config = resolved.config
         home = expanded(folder or _home()).absolute()
         keys = cluster_key_file or home / "cluster.key"
@@ -212,7 +212,8 @@ def _add_ray(cluster: typer.Typer) -> None:
         ] = None,
         host: Annotated[str | None, typer.Option(help="Address of servers; default: their machine's own.")] = None,
         admin_key: Annotated[
-            str | None, typer.Option(metavar="KEY", help="The router's admin key, or @FILE.", show_default=False)
+            str | None,
+            typer.Option(metavar="KEY", help="The admin key of router and servers, or @FILE.", show_default=False),
         ] = None,
     ) -> None:
         """Run servers on a cluster of Ray, which places them, starts dead ones again and changes their number.
@@ -222,9 +223,10 @@ def _add_ray(cluster: typer.Typer) -> None:
         from cairn.cluster.ray_serve import RayPlan, Scaling, keep_scaled, parsed
 
         secret = resolve({"admin_key": admin_key}).config.admin_key
+        keys = [] if admin_key is None else [f"--admin-key={admin_key}"]
         plan = RayPlan(
             router=router.rstrip("/"),
-            options=parsed([model, *context.args]),
+            options=parsed([model, *keys, *context.args]),
             host=host or "",
             folder="" if folder is None else str(expanded(folder).absolute()),
             admin_key="" if secret is None else secret.reveal(),
@@ -244,16 +246,22 @@ def _one_of(name: str, value: str) -> Any:
     return value
 
 
-def _check_listener(resolved: Resolved) -> None:
-    """Raise ConfigError for options of a listener that servers would take from the same place as the router."""
-    names = ["admin_port"] if resolved.config.admin_port is not None else []
-    names += [name for name in ("tls_cert", "tls_key") if " in " in resolved.source(name)]
-    for name in names:
-        raise ConfigError(
-            f"{resolved.source(name)}: all servers behind the router would use it too, and cannot; "
-            + ("start them one by one for it" if name == "admin_port" else f"give --{name.replace('_', '-')} instead"),
-            field=name,
-        )
+def _check_listener(file: Path | None) -> None:
+    """Raise ConfigError for options of a listener that the servers would take from where the router has them."""
+    resolved = resolve(env=_server_env(), file=file)
+    for name in ("tls_cert", "tls_key", "admin_port"):
+        if getattr(resolved.config, name) is not None:
+            instead = "serve them one by one" if name == "admin_port" else "use --tls-cert and --tls-key"
+            raise ConfigError(
+                f"{resolved.source(name)}: all servers behind the router would use it too, and cannot; take it out "
+                f"and {instead}",
+                field=name,
+            )
+
+
+def _server_env() -> dict[str, str]:
+    """Return the environment for the servers. The router has the certificate, and speaks plain HTTP to them."""
+    return {name: value for name, value in os.environ.items() if name not in ("CAIRN_TLS_CERT", "CAIRN_TLS_KEY")}
 
 
 def _quiet(arguments: Sequence[str]) -> list[str]:
@@ -335,11 +343,9 @@ class _Servers:
     async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio
 
-        # The router has the certificate, and speaks plain HTTP to its servers.
-        env = {name: value for name, value in os.environ.items() if name not in ("CAIRN_TLS_CERT", "CAIRN_TLS_KEY")}
         while True:
             try:
-                process = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
+                process = await asyncio.create_subprocess_exec(*command, env=_server_env(), start_new_session=True)
             except OSError as error:  # the machine has no memory or processes left: that passes
                 log.error("a server cannot be started, and is tried again: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)

@@ -425,10 +425,12 @@ class Chat {
       await this.busy.hear(response);
       return true;
     } catch (error) {
-      const shown = answer.node.isConnected;
+      const aborted = this.busy.control.signal.aborted;
+      if (this.ended && aborted) return true; // the turn goes on without this view
+      const shown = answer.node.isConnected && !aborted;
       this.failed(error, answer);
       const begun = this.busy?.begun ?? false;
-      if (!begun && back !== null && !this.ended) await this.comeBack(back, shown && error);
+      if (!begun && back !== null && !this.ended) await this.comeBack(back, error, shown);
       return begun;
     } finally {
       await this.done();
@@ -544,11 +546,12 @@ class Chat {
     this.draw();
   }
 
-  /** Undo a roll back whose turn was refused, and show the error again if it was shown with that turn. */
-  async comeBack(head, error) {
+  /** Undo a roll back whose turn was refused, and show the error again if it was `shown` with that turn. */
+  async comeBack(head, error, shown) {
     try {
       await this.rollTo(head);
-      if (error) complain(error);
+      if (error.code === FULL) this.full();
+      if (shown) complain(error);
     } catch (failure) {
       complain(failure);
     }
@@ -577,7 +580,7 @@ class Chat {
             const messages = turn.messages.map((one) =>
               one === users.at(-1) ? { ...one, content: input.value } : one,
             );
-            this.instead(turn, messages);
+            this.instead(turn, messages, input.value);
           },
           { class: "primary" },
         ),
@@ -590,7 +593,8 @@ class Chat {
     this.instead(turn, turn.messages);
   }
 
-  async instead(turn, messages) {
+  /** Ask again with these messages in the place of a turn. If they are refused, `text` goes to the form. */
+  async instead(turn, messages, text = "") {
     if (this.busy) return;
     const head = this.head;
     try {
@@ -600,7 +604,7 @@ class Chat {
       return;
     }
     if ((await this.turn(messages, head)) || this.ended || this.input.value) return;
-    this.input.value = textOf(messages.findLast((one) => one.role === "user") ?? { content: "" });
+    this.input.value = text;
     this.grow();
   }
 

@@ -36,22 +36,24 @@ export function blocks(text) {
       next();
       continue;
     }
-    const fence = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
+    const fence = /^( {0,3})(`{3,}(?=[^`]*$)|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
     if (fence) {
+      const [, blanks, marks, language] = fence;
       next();
       const from = at;
       let end = -1;
       while (at < text.length) {
         const one = line().trim();
-        if (one.startsWith(fence[1]) && one.replaceAll(fence[1][0], "") === "") {
+        if (one.startsWith(marks) && one.replaceAll(marks[0], "") === "") {
           end = at;
           next();
           break;
         }
         next();
       }
-      const body = text.slice(from, end < 0 ? text.length : end);
-      found.push({ kind: "code", start, text: body.replace(/\n$/, ""), language: fence[2], closed: end >= 0 });
+      let body = text.slice(from, end < 0 ? text.length : end).replace(/\n$/, "");
+      if (blanks) body = body.replace(new RegExp(`^ {1,${blanks.length}}`, "gm"), "");
+      found.push({ kind: "code", start, text: body, language, closed: end >= 0 });
       continue;
     }
     const heading = /^ {0,3}(#{1,6})\s+(.*)$/.exec(here);

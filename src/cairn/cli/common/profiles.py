@@ -20,16 +20,16 @@ def profiled(resolved: Resolved) -> Resolved:
     profile that is missing, broken, of another model or machine, or given for another device.
     """
     config = resolved.config
+    if config.profile == NONE or config.models or config.models_dir is not None or config.engine == "fake":
+        return resolved
     if config.device not in ("auto", "cpu") or config.tp > 1:
-        if config.profile in (None, NONE):
+        if config.profile is None:
             return resolved
         raise ConfigError(
             f"profile {config.profile}: profiles are of one model on the CPU, without tp; here device is "
-            f"{config.device} and tp {config.tp}",
+            f"{config.device} and tp {config.tp}; use --profile none",
             field="profile",
         )
-    if config.profile == NONE or config.models or config.models_dir is not None or config.engine == "fake":
-        return resolved
     path = _kept(config.model) if config.profile is None else _named(config.profile, config.model)
     if path is None:
         return resolved

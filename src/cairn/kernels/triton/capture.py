@@ -32,9 +32,13 @@ class GraphCapture:
         """Capture what `run` launches on this GPU as a graph and return its launch."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that cannot be ended leaves its own stream behind
+            raise
         launch: Replay = graph.replay
         return launch
 
@@ -76,7 +80,7 @@ class CapturedProgram(Interpreted):
             self._launch_new(key, wide)
 
     def _launch_new(self, key: tuple[int, ...], sizes: Mapping[Size, int]) -> None:
-        """Capture a step and launch it. If there is no memory for its graph, capture no more and run the calls."""
+        """Capture a step and launch it. If it cannot be captured, for want of memory, capture no more and run calls."""
         run = super().replay
         try:
             graph = self._capture(lambda: run(sizes))
