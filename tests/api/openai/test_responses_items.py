@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from cairn.api.http.call import BodyBudget, HTTPCall
-from cairn.api.openai.responses_items import messages_of
+from cairn.api.openai.responses_items import Called, items_of, messages_of
 
 SECONDS = 2.0
 """Limit in CPU seconds; it took half a minute and more before."""
@@ -78,3 +80,20 @@ def test_calls_keep_the_namespace_of_their_tool() -> None:
     custom = {"type": "custom_tool_call", "namespace": "ns", "name": "f", "input": "x", "call_id": "c"}
     for item in (CALL | {"namespace": "ns"}, custom):
         assert read([item])[0]["tool_calls"][0]["function"]["name"] == "ns__f"
+
+
+@pytest.mark.parametrize(
+    ("tool", "output"),
+    [
+        (Called("f"), {"type": "function_call_output", "output": "said"}),
+        (Called("f", custom=True), {"type": "custom_tool_call_output", "output": "said"}),
+        (Called("f", kind="local_shell"), {"type": "local_shell_call_output", "output": "said"}),
+        (Called("f", kind="apply_patch"), {"type": "apply_patch_call_output", "status": "completed", "output": "said"}),
+        (Called("f", kind="shell"), {"type": "shell_call_output"}),
+    ],
+)
+def test_a_listed_result_is_of_its_calls_kind_and_comes_back_as_it_was(tool: Called, output: dict[str, Any]) -> None:
+    result = {"role": "tool", "tool_call_id": "c", "content": "said"}
+    call, found = items_of([{"role": "assistant", "content": None, "tool_calls": [MADE]}, result], {"f": tool}, "r")
+    assert output.items() <= found.items() and found["call_id"] == call["call_id"] == "c"
+    assert read([CALL, found])[1] == result

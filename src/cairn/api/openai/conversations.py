@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import msgspec
@@ -65,6 +65,9 @@ class ConversationState(NamedTuple):
     """The last response; empty before the first."""
     more: list[dict[str, Any]]
     """Messages that follow it."""
+    numbers: Sequence[int] = ()
+    """Numbers of the first items, in whose ids they are: items after them count on from `next`."""
+    next: int = 0
 
 
 class _Message(TypedDict):
@@ -78,6 +81,8 @@ class _State(msgspec.Struct):
 
     head: str
     more: list[_Message]
+    numbers: list[int] = []
+    next: int = 0
 
 
 class Conversations:
@@ -98,7 +103,7 @@ class Conversations:
             Route("GET", "/v1/conversations/{id:conv_}", self.show),
             Route("POST", "/v1/conversations/{id:conv_}", self.update, ConversationBody, keeps=True),
             Route("DELETE", "/v1/conversations/{id:conv_}", self.delete),
-            Route("GET", "/v1/conversations/{id:conv_}/items", self.items, query=("limit", "order", "after")),
+            Route("GET", "/v1/conversations/{id:conv_}/items", self.items, query=("limit", "order", "after", "before")),
             Route("POST", "/v1/conversations/{id:conv_}/items", self.add, ItemsBody, keeps=True),
             Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item),
             Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove),
@@ -137,7 +142,7 @@ class Conversations:
         """Advance the conversation from state `before` to the response `head`."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        await self._write(agents, tenant, info, ConversationState(head, []), before)
+        await self._write(agents, tenant, info, before._replace(head=head, more=[]), before)
 
     # ------------------------------------------------------------------------------------------------------- routes
 
@@ -187,7 +192,7 @@ class Conversations:
             state = await self.state(call.tenant, id)
             before = len(await self._listed(call.tenant, id, state))
             more = await self._messages(body.items, call, service)
-            after = ConversationState(state.head, [*state.more, *more])
+            after = state._replace(more=[*state.more, *more])
             await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         added = (await self._items(call.tenant, id))[before:]
         await call.json(page(added, len(added), None))
@@ -201,10 +206,13 @@ class Conversations:
         """Remove an item. The conversation no longer refers to responses then."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
-            await self.state(call.tenant, id)
+            state = await self.state(call.tenant, id)
             items = await self._items(call.tenant, id)
+            next = max(state.next, 1 + _number(items[-1]))  # no id is given out twice
             del items[_place(items, _item_of(call))]
-            after = ConversationState("", messages_of(items, call))
+            more = messages_of(items, call)
+            same = len(items_of(more, {}, "")) == len(items)
+            after = ConversationState("", more, [_number(item) for item in items] if same else [], next)
             info = await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         await call.json(_object(info))
 
@@ -227,7 +235,12 @@ class Conversations:
         if state.head:
             found = await self._stored.history(tenant, state.head, running=True)
             called = self._stored.called(tenant, state.head)
-        return items_of([*found, *state.more], called, id.removeprefix(PREFIX))
+
+        def number(place: int) -> int:
+            known = len(state.numbers)
+            return state.numbers[place] if place < known else state.next + place - known
+
+        return items_of([*found, *state.more], called, id.removeprefix(PREFIX), number)
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         return find_kept(agents, tenant, id, PREFIX, KIND, _is_conversation)
@@ -265,7 +278,7 @@ def _packed(state: ConversationState) -> str:
 
 def _unpacked(text: str) -> ConversationState:
     now = json.loads(text)
-    return ConversationState(now["head"], now["more"])
+    return ConversationState(now["head"], now["more"], now.get("numbers", ()), now.get("next", 0))
 
 
 def _is_conversation(metadata: Mapping[str, str]) -> bool:
@@ -281,6 +294,10 @@ def _object(info: AgentInfo) -> dict[str, Any]:
         "created_at": int(info.created),
         "metadata": json.loads(info.metadata["metadata"]),
     }
+
+
+def _number(item: Mapping[str, Any]) -> int:
+    return int(item["id"].rpartition("_")[2])
 
 
 def _item_of(call: HTTPCall) -> str:

@@ -242,9 +242,18 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called], prefix: str) -> list[dict[str, Any]]:
-    """Convert messages to items, those of an answer last: what a client would send to say the same."""
+def items_of(
+    messages: Sequence[Mapping[str, Any]],
+    called: Mapping[str, Called],
+    prefix: str,
+    number: Callable[[int], int] = lambda place: place,
+) -> list[dict[str, Any]]:
+    """Convert messages to items, those of an answer last: what a client would send to say the same.
+
+    `number` returns the number in an item's id, from the item's place.
+    """
     items: list[dict[str, Any]] = []
+    kinds: dict[str, str] = {}
     for message in messages:
         role, content = message["role"], message.get("content")
         if isinstance(content, list):
@@ -252,9 +261,8 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
             found = role == "user" and len(parts) > 1 and parts[0].startswith(SEARCHED)
             content = "\n".join(parts[1:] if found else parts)
         if role == "tool":
-            items.append(
-                {"type": "function_call_output", "call_id": message.get("tool_call_id", ""), "output": content or ""}
-            )
+            id = message.get("tool_call_id", "")
+            items.append(_output_item(kinds.get(id, "function_call"), id, content or ""))
             continue
         if message.get("reasoning_content"):
             part = {"type": "reasoning_text", "text": message["reasoning_content"]}
@@ -267,10 +275,24 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             items.append(call_item(call.get("id", ""), name, arguments, called))
+            kinds[call.get("id", "")] = items[-1]["type"]
     return [
-        {"id": f"{MARKS.get(item['type'], 'fco')}_{prefix}_{n}", "status": "completed"} | item
-        for n, item in enumerate(items)
+        {"id": f"{MARKS.get(item['type'], 'fco')}_{prefix}_{number(place)}", "status": "completed"} | item
+        for place, item in enumerate(items)
     ]
+
+
+def _output_item(call: str, id: str, text: str) -> dict[str, Any]:
+    """Return a result as an item, by the type of its call's item."""
+    found: dict[str, Any] = {"type": f"{call}_output", "call_id": id}
+    if call == "shell_call":
+        outcome = {"type": "exit", "exit_code": 0}
+        return found | {"output": [{"stdout": text, "stderr": "", "outcome": outcome}], "max_output_length": None}
+    if call == "apply_patch_call":
+        return found | (
+            {"status": text} if text in ("completed", "failed") else {"status": "completed", "output": text}
+        )
+    return found | {"output": text}
 
 
 def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) -> dict[str, Any]:
