@@ -157,6 +157,8 @@ async def test_omitted_thinking_is_restored_from_its_signature() -> None:
         (FinishReason.LENGTH, {"max_tokens": 5000}, (104,), ("model_context_window_exceeded", None)),
         (FinishReason.STOP, {"stop_sequences": ["zz", "ab"]}, (104, 97, 98), ("stop_sequence", "ab")),
         (FinishReason.STOP, {"stop_sequences": ["ab"]}, (104, 256), ("end_turn", None)),
+        # "cd" was in the reasoning.
+        (FinishReason.STOP, {"stop_sequences": ["cd", "ab"]}, (99, 100, 104, 97, 98), ("stop_sequence", "ab")),
     ],
 )
 async def test_stop_reasons(reason: FinishReason, more: Any, tokens: Any, want: Any) -> None:
@@ -165,6 +167,14 @@ async def test_stop_reasons(reason: FinishReason, more: Any, tokens: Any, want: 
         assert (reply["stop_reason"], reply["stop_sequence"]) == want
         *_, (_, delta), _ = events((await post(at, body(stream=True, **more))).text)
         assert (delta["delta"]["stop_reason"], delta["delta"]["stop_sequence"]) == want
+
+
+async def test_a_chat_that_ends_with_an_answer_is_counted_but_not_answered() -> None:
+    chat = body(messages=[*HI, {"role": "assistant", "content": "Hello"}])
+    async with site(ScriptedService()) as at:
+        assert (await post(at, chat)).status_code == 400
+        counted = await post(at, chat | {"max_tokens": None}, "/v1/messages/count_tokens")
+        assert counted.status_code == 200 and counted.json()["input_tokens"] > 0
 
 
 async def test_the_parts_of_usage_sum_to_the_prompt() -> None:

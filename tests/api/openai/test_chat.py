@@ -70,7 +70,11 @@ async def test_chat_object() -> None:
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 1,
+            "rejected_prediction_tokens": 2,
+        },
         "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "shared": 0, "load_seconds": 0.0, "miss": []},
     }
 

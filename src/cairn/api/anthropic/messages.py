@@ -51,7 +51,7 @@ class Anthropic:
     async def messages(self, call: HTTPCall, service: Service) -> None:
         """Generate the next message of a chat, in Anthropic's form."""
         call.headers.append((b"request-id", call.id.encode()))
-        body, chat = await self._read(call, service)
+        body, chat = await self._read(call, service, answers=True)
         exchange = await chat_exchange(
             call,
             service,
@@ -77,15 +77,15 @@ class Anthropic:
 
     async def count_tokens(self, call: HTTPCall, service: Service) -> None:
         """Count the tokens of a chat."""
-        _, chat = await self._read(call, service)
+        _, chat = await self._read(call, service, answers=False)
         with rename_fields(NAMES):
             prompt = await chat_prompt(call, service, self._config, chat)
         await call.json({"input_tokens": len(prompt.tokens)})
 
-    async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
+    async def _read(self, call: HTTPCall, service: Service, *, answers: bool) -> tuple[MessagesBody, ChatBody]:
         body = await read(MessagesBody, call, self._config)
         with rename_fields(NAMES):
-            return body, parse(ChatBody, chat_of(body, call, service.chat.mentions), self._config)
+            return body, parse(ChatBody, chat_of(body, call, service.chat.mentions, answers=answers), self._config)
 
 
 class MessageAnswer:

@@ -79,12 +79,15 @@ class MessagesBody(Body):
         return (self.thinking or {}).get("display") == "omitted"
 
 
-def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the fields of a `ChatBody` that a body asks for. `knows`: as in `ChatBody.template_args`."""
+def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool], *, answers: bool) -> dict[str, Any]:
+    """Return the fields of a `ChatBody` that a body asks for. `knows`: as in `ChatBody.template_args`.
+
+    Raises InvalidRequest for a beginning of the answer, if the chat is to be answered.
+    """
     messages = [] if body.system is None else _system(body.system, "system")
     for index, message in enumerate(body.messages):
         messages += _message(message, f"messages[{index}]", call)
-    if messages and messages[-1]["role"] == "assistant":
+    if answers and messages and messages[-1]["role"] == "assistant":
         raise InvalidRequest(
             "messages ends with an assistant message: to go on with a given beginning (prefill) is not built",
             field="messages",

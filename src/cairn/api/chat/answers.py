@@ -310,7 +310,7 @@ def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:
     for choice in choices:
         assert choice.done is not None
         ends.append((choice.done, choice.request.choice == 0))
-    return usage_object(ends)
+    return usage_object(ends, sum(choice.reasoning_tokens for choice in choices))
 
 
 def head(call: HTTPCall, service: Service, prefix: str, kind: str) -> dict[str, Any]:

@@ -164,9 +164,14 @@ class ChoiceStream:
         ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
         if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
             return None
-        text = decode(self.tokens)
-        found = [(text.find(one) + len(one), one) for one in self.request.stop if one in text]
-        return min(found)[1] if found else None
+        # The last token completed it. Reasoning, which no stop text ends, may have had others before.
+        text, before = decode(self.tokens), len(decode(self.tokens[:-1]))
+        places = [(text.find(one, max(0, before - len(one) + 1)), one) for one in self.request.stop]
+        ends = [(place + len(one), one) for place, one in places if place >= 0]
+        if ends:
+            return min(ends)[1]
+        ends = [(text.rfind(one) + len(one), one) for one in self.request.stop if one in text]
+        return max(ends)[1] if ends else None
 
     def add(self, delta: Delta, *, keep_logprobs: bool) -> None:
         """Add a piece. Log-probabilities are large, so a stream sends them at once and does not keep them."""

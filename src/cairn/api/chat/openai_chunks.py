@@ -105,8 +105,8 @@ def miss_object(miss: Miss) -> dict[str, Any]:
     return found
 
 
-def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
-    """Return the usage of a whole call, with `cairn` in it.
+def usage_object(ends: Iterable[tuple[Done, bool]], reasoning: int) -> dict[str, Any]:
+    """Return the usage of a whole call, with `cairn` in it. `reasoning`: the tokens that are reasoning.
 
     Only the first choice of a prompt (True) counts the prompt. Of several prompts the cache reports are added up, and
     `miss` is the first there was.
@@ -126,7 +126,11 @@ def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
         "cairn": cache_object(report or CacheReport()),
     }
 
