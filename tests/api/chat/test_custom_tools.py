@@ -167,6 +167,16 @@ async def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
             assert answer.status_code == 400 and "tools[0]" in answer.text, answer.text
 
 
+@pytest.mark.parametrize("where", ["container_auto", "container_reference"])
+async def test_a_shell_of_the_servers_is_passed_over(where: str) -> None:
+    service = ScriptedService()
+    async with site(service) as at:
+        tools = [{"type": "shell", "environment": {"type": where}}]
+        answer = await post(at, RESPONSES, {"input": "hi", "tools": tools, "store": False})
+    assert answer.status_code == 200 and "runs on a server" in answer.headers["x-cairn-warning"]
+    assert not service.prompts[0][1]
+
+
 async def test_tools_that_show_a_screen_stay_refused() -> None:
     async with site(ScriptedService()) as at:
         for path, tool in (

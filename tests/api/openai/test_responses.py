@@ -585,8 +585,27 @@ async def test_a_conversation_is_continued_by_name(tmp_path: Path) -> None:
         await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]
         left = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
         assert len(left) == 5
+        # The same list of ids names the same items after a deletion.
+        await client.conversations.items.delete(items[4].id, conversation_id=made.id)  # type: ignore[arg-type]
+        left = [item async for item in await client.conversations.items.list(made.id, order="asc")]
+        assert left == [items[1], items[2], items[3], items[5]]
+        await client.conversations.items.delete(items[5].id, conversation_id=made.id)  # type: ignore[arg-type]
+        added = await client.conversations.items.create(made.id, items=[{"role": "user", "content": "late"}])
+        assert added.data[0].id not in {item.id for item in items}, "no id is given out twice"
+        counted = await client.responses.input_tokens.count(model="any", input="x", conversation=made.id)
+        alone = await client.responses.input_tokens.count(model="any", input="x")
+        assert counted.input_tokens > alone.input_tokens
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_tokens.count(model="any", input="x", conversation="conv_0")
         assert (await client.conversations.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
         await client.responses.create(model="any", input="third", conversation=made.id, max_output_tokens=4)
+        left = [item async for item in await client.conversations.items.list(made.id, order="asc")]
+        assert [one.id for one in left[:4]] == [items[1].id, items[2].id, items[3].id, added.data[0].id]
+        assert len({one.id for one in left}) == len(left)
+        async with at.http() as http:
+            route, last = f"/v1/conversations/{made.id}/items", left[3].id
+            before = (await http.get(route, params={"order": "asc", "limit": 2, "before": last})).json()
+        assert [one["id"] for one in before["data"]] == [one.id for one in left[1:3]] and before["has_more"] is True
         await client.conversations.delete(made.id)
         with pytest.raises(openai.NotFoundError):
             await client.conversations.retrieve(made.id)

@@ -23,17 +23,30 @@ def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, 
         raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", field="order")
-    return page(items if order == "asc" else items[::-1], int(limit), asked.get("after"))
+    in_order = items if order == "asc" else items[::-1]
+    return page(in_order, int(limit), asked.get("after"), before=asked.get("before"))
 
 
-def page(items: Sequence[dict[str, Any]], limit: int, after: str | None, *, ascending: bool = False) -> dict[str, Any]:
-    """Return the page of at most `limit` items after the item `after`.
+def page(
+    items: Sequence[dict[str, Any]],
+    limit: int,
+    after: str | None,
+    *,
+    before: str | None = None,
+    ascending: bool = False,
+) -> dict[str, Any]:
+    """Return the page of at most `limit` items after the item `after`, or of those just before the item `before`.
 
     `after` is an id, or a `ListPlace`, which also names an item that only another server has. Places are for items that
     have `created` and are sorted by it; `ascending`: the oldest first.
     """
     rest = items if after is None else _behind(items, after, ascending)
-    data = list(rest[:limit])
+    if before is not None:
+        ids = [item["id"] for item in rest]
+        if before not in ids:
+            raise NotFound(f"there is no item {shown(before)!r} here", field="before")
+        rest = rest[: ids.index(before)]
+    data = list(rest[:limit] if before is None else rest[-limit:])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
 

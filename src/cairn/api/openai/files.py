@@ -103,7 +103,8 @@ def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", field="order")
     ascending = order == "asc"
-    return page(oldest_first if ascending else oldest_first[::-1], int(limit), asked.get("after"), ascending=ascending)
+    found = oldest_first if ascending else oldest_first[::-1]
+    return page(found, int(limit), asked.get("after"), before=asked.get("before"), ascending=ascending)
 
 
 def file_object(found: StoredFile) -> dict[str, Any]:

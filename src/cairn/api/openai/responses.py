@@ -133,13 +133,20 @@ class Responses:
             Route("GET", "/v1/responses/{id:resp_}", self.show, query=("stream", "starting_after", "include")),
             Route("DELETE", "/v1/responses/{id:resp_}", self.delete),
             Route("POST", "/v1/responses/{id:resp_}/cancel", self.cancel, NoBody),
-            Route("GET", "/v1/responses/{id:resp_}/input_items", self.input_items, query=("limit", "order", "after")),
+            Route(
+                "GET",
+                "/v1/responses/{id:resp_}/input_items",
+                self.input_items,
+                query=("limit", "order", "after", "before"),
+            ),
             *self._conversations.routes(),
         ]
 
     async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
         """Return the body of a call, with references replaced by the items that they name."""
         body = await read(ResponseBody, call, self._config)
+        if body.conversation is not None and body.previous_response_id is not None:
+            raise InvalidRequest("give either conversation or previous_response_id", field="conversation")
         body.input = await self._conversations.references.resolved(call, service, body.input)
         return body
 
@@ -154,8 +161,6 @@ class Responses:
         for name in ("background", "conversation"):
             if getattr(body, name) and not kept:
                 raise InvalidRequest(f"{name} needs a response that is stored", field=name)
-        if body.conversation is not None and body.previous_response_id is not None:
-            raise InvalidRequest("give either conversation or previous_response_id", field="conversation")
         head = head_of(body, PREFIX + call.id, service.name, stored=kept)
         answer = ResponseAnswer(
             head,
@@ -263,15 +268,19 @@ class Responses:
         return parse(ChatBody, await self._history(call, body, tools), self._config)
 
     async def _history(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> dict[str, Any]:
-        chat = chat_of(body, tools, call)
+        chat, before = chat_of(body, tools, call), list[dict[str, Any]]()
         if body.previous_response_id is not None:
             if not self._stored.open:
                 raise UnknownResponse(
                     "previous_response_id: this server keeps no responses", field="previous_response_id"
                 )
             before = await self._stored.history(call.tenant, body.previous_response_id)
-            at = len(instructed(body.instructions))
-            chat["messages"][at:at] = before
+        elif (named := conversation_of(body.conversation)) is not None:
+            state = await self._conversations.state(call.tenant, named)
+            before = await self._stored.history(call.tenant, state.head) if state.head else []
+            before = [*before, *state.more]
+        at = len(instructed(body.instructions))
+        chat["messages"][at:at] = before
         return chat
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:

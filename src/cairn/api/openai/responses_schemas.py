@@ -132,7 +132,7 @@ class Tools:
             self._add_function(tool, where, call, namespace)
         elif kind == "file_search" and namespace is None:
             self.searches.append((where, dict(tool)))
-        elif isinstance(kind, str) and kind in OPENAI and namespace is None:
+        elif isinstance(kind, str) and kind in OPENAI and namespace is None and not _is_hosted(tool):
             self._add_client_tool(tool, kind, where, call)
         elif isinstance(kind, str) and kind.startswith("computer"):
             raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
@@ -268,6 +268,12 @@ def _choice(given: Any) -> Any:
         tools = None if named is None else [_choice(one) for one in named if one.get("type") != "file_search"]
         return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
     return given
+
+
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    """Return whether a shell is to run in a container of the server, and not at the client."""
+    environment = tool.get("environment")
+    return isinstance(environment, dict) and environment.get("type") in ("container_auto", "container_reference")
 
 
 def _name(tool: Mapping[str, Any], where: str) -> str:

@@ -59,13 +59,15 @@ class VectorStoreRoutes:
         """Return the table of these routes."""
         return [
             Route("POST", "/v1/vector_stores", self.create, VectorStoreBody, keeps=True),
-            Route("GET", "/v1/vector_stores", self.list, query=("limit", "order", "after")),
+            Route("GET", "/v1/vector_stores", self.list, query=("limit", "order", "after", "before")),
             Route("GET", "/v1/vector_stores/{id}", self.show),
             Route("POST", "/v1/vector_stores/{id}", self.change, VectorStoreChangeBody),
             Route("DELETE", "/v1/vector_stores/{id}", self.delete),
             Route("POST", "/v1/vector_stores/{id}/search", self.search, StoreSearchBody),
             Route("POST", "/v1/vector_stores/{id}/files", self.attach, AttachBody, keeps=True),
-            Route("GET", "/v1/vector_stores/{id}/files", self.files, query=("limit", "order", "after", "filter")),
+            Route(
+                "GET", "/v1/vector_stores/{id}/files", self.files, query=("limit", "order", "after", "before", "filter")
+            ),
             Route("GET", "/v1/vector_stores/{id}/files/{file}", self.show_file),
             Route("POST", "/v1/vector_stores/{id}/files/{file}", self.change_file, AttributesBody),
             Route("DELETE", "/v1/vector_stores/{id}/files/{file}", self.detach),
@@ -77,7 +79,7 @@ class VectorStoreRoutes:
                 "GET",
                 "/v1/vector_stores/{id}/file_batches/{batch}/files",
                 self.files,
-                query=("limit", "order", "after", "filter"),
+                query=("limit", "order", "after", "before", "filter"),
             ),
         ]
 
@@ -101,7 +103,7 @@ class VectorStoreRoutes:
     async def list(self, call: HTTPCall, service: Service) -> None:
         """List the vector stores: all collections. The newest comes first unless `order` is asc."""
         stores, collections = await self._library.stores(), await self._library.open()
-        asked = parameters(call, ("limit", "order", "after"))
+        asked = parameters(call, ("limit", "order", "after", "before"))
         found = await asyncio.to_thread(collections.store.collections, call.tenant)
         data = await asyncio.to_thread(
             lambda: [store_object(one, stores.attachments.counts(one)) for one in reversed(found)]
@@ -155,7 +157,7 @@ class VectorStoreRoutes:
         The newest comes first unless `order` is asc; `filter` selects a state.
         """
         stores = await self._library.stores()
-        asked = parameters(call, ("limit", "order", "after", "filter"))
+        asked = parameters(call, ("limit", "order", "after", "before", "filter"))
         batch = call.path_part(PATH, 2) if call.path_part(PATH, 1) == "file_batches" else ""
         store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
         _check_batch(batch, found)
