@@ -24,8 +24,13 @@ from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import write_model
 
 
-def torch_with(cuda: str | None, hip: str | None = None, count: int = 0, memory: int | None = 10**9) -> Any:
-    """Return a stand-in for torch that was built for GPUs and sees so many of them."""
+def torch_with(
+    cuda: str | None, hip: str | None = None, count: int = 0, memory: int | None = 10**9, cached: int = 0
+) -> Any:
+    """Return a stand-in for torch that was built for GPUs and sees so many of them.
+
+    `cached`: bytes that torch keeps of what a model of this process had.
+    """
 
     def info(index: int) -> tuple[int, int]:
         if memory is None:
@@ -36,7 +41,11 @@ def torch_with(cuda: str | None, hip: str | None = None, count: int = 0, memory:
         __version__="9.9",
         version=SimpleNamespace(cuda=cuda, hip=hip),
         cuda=SimpleNamespace(
-            device_count=lambda: count, mem_get_info=info, get_device_name=lambda index: f"Example {index}"
+            device_count=lambda: count,
+            mem_get_info=info,
+            memory_reserved=lambda index: 3000 + cached,
+            memory_allocated=lambda index: 3000,
+            get_device_name=lambda index: f"Example {index}",
         ),
         backends=SimpleNamespace(mps=SimpleNamespace(is_available=lambda: False)),
     )
@@ -49,6 +58,11 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(devices, "_torch", lambda: torch)
 
     return plant
+
+
+def test_what_torch_keeps_of_an_earlier_model_is_free(planted: Any) -> None:
+    planted(torch_with("12.4", count=1, cached=5000))
+    assert devices.free_memory("cuda") == 10**9 + 5000
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx:0", "", "cpu:0", "CPU"])
