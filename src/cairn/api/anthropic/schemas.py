@@ -79,7 +79,9 @@ class MessagesBody(Body):
         return (self.thinking or {}).get("display") == "omitted"
 
 
-def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool], *, answers: bool) -> dict[str, Any]:
+def chat_of(
+    body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool], *, answers: bool = True
+) -> dict[str, Any]:
     """Return the fields of a `ChatBody` that a body asks for. `knows`: as in `ChatBody.template_args`.
 
     Raises InvalidRequest for a beginning of the answer, if the chat is to be answered.

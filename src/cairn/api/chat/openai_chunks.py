@@ -105,7 +105,7 @@ def miss_object(miss: Miss) -> dict[str, Any]:
     return found
 
 
-def usage_object(ends: Iterable[tuple[Done, bool]], reasoning: int) -> dict[str, Any]:
+def usage_object(ends: Iterable[tuple[Done, bool]], reasoning: int = 0) -> dict[str, Any]:
     """Return the usage of a whole call, with `cairn` in it. `reasoning`: the tokens that are reasoning.
 
     Only the first choice of a prompt (True) counts the prompt. Of several prompts the cache reports are added up, and
