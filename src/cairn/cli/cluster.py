@@ -162,11 +162,9 @@ def _add_up(cluster: typer.Typer) -> None:
         fetched(model)
         both = {"allowed_hosts": allowed_hosts, "cors_origins": cors_origins, "api_key": api_key}
         own = {"host": host, "port": port, "tls_cert": tls_cert, "tls_key": tls_key}
-        resolved = resolve(
-            {**both, **own, "admin_key": admin_key, "unsafe_no_auth": unsafe_no_auth or None}, file=config_file
-        )
+        flags = {**both, **own, "admin_key": admin_key, "unsafe_no_auth": unsafe_no_auth or None}
+        config = resolve(flags, file=config_file).config
         _check_listener(config_file)
-        config = resolved.config
         home = expanded(folder or _home()).absolute()
         keys = cluster_key_file or home / "cluster.key"
         if not keys.exists():

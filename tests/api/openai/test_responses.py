@@ -580,6 +580,9 @@ async def test_a_conversation_is_continued_by_name(tmp_path: Path) -> None:
         texts = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]
         assert texts == ["before", "first", "aside", "second"]
         assert len(items) == 6
+        empty = await client.conversations.create()
+        with pytest.raises(openai.NotFoundError, match="no item"):
+            await client.conversations.items.delete(items[0].id, conversation_id=empty.id)  # type: ignore[arg-type]
         result = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
         assert result == items[2]
         await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]

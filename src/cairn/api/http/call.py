@@ -82,8 +82,8 @@ async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
     """
     try:
         # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
-        folder_or_none = folder if folder.is_dir() else None
-        file = tempfile.TemporaryFile(dir=folder_or_none, prefix=UPLOADED)  # noqa: SIM115
+        place = folder if folder.is_dir() else None
+        file = tempfile.TemporaryFile(dir=place, prefix=UPLOADED)  # noqa: SIM115
         try:
             waiting = bytearray()
             async for piece in pieces:

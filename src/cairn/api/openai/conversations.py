@@ -208,8 +208,9 @@ class Conversations:
         with self.locked(call.tenant, id):
             state = await self.state(call.tenant, id)
             items = await self._items(call.tenant, id)
+            place = _place(items, _item_of(call))
             next = max(state.next, 1 + _number(items[-1]))  # no id is given out twice
-            del items[_place(items, _item_of(call))]
+            del items[place]
             more = messages_of(items, call)
             same = len(items_of(more, {}, "")) == len(items)
             after = ConversationState("", more, [_number(item) for item in items] if same else [], next)
