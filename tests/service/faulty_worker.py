@@ -59,6 +59,11 @@ def paced(rows: Sequence[Row]) -> None:
     time.sleep(0.005)
 
 
+def slow_prompts(rows: Sequence[Row]) -> None:
+    """Make every prompt token take 0.2 ms."""
+    time.sleep(0.0002 * sum(max(0, min(row.end, row.prompt_len) - row.start) for row in rows))
+
+
 def held(rows: Sequence[Row]) -> None:
     """Make a step wait at the 100th token of an answer while the file named by `HOLD` exists."""
     while any(len(row.tokens) >= row.prompt_len + 100 for row in rows) and os.path.exists(os.environ["HOLD"]):
@@ -121,6 +126,7 @@ MODES: dict[str, Callable[[Sequence[Row]], None]] = {
         computes_long,
         raises,
         paced,
+        slow_prompts,
         held,
         warns,
         short,

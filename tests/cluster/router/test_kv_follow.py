@@ -176,6 +176,31 @@ async def test_a_busy_holder_is_left_where_computing_elsewhere_is_sooner() -> No
         assert await by(app, body("b")) == "s1", "1.5 s of computing instead of 10 s of waiting"
 
 
+async def test_of_replicas_about_as_soon_the_holder_is_taken() -> None:
+    """A model may be so fast that computing the whole prompt takes no time that counts."""
+    async with followed() as (app, tellers):
+        tellers[1].tell(event(1, batch(stored(*range(1, 13)))))
+        tellers[0].tell(event(2, texts("told")))
+        await until(lambda: len(app.replicas.index) and held(app, 1).held.blocks)
+        for one in app.replicas.all:
+            one.computes = 1_000_000.0
+        assert {await by(app, body(f"task {n}")) for n in range(12)} == {"s1"}
+
+
+async def test_nothing_waits_at_a_replica_without_a_request_in_hand() -> None:
+    """It was faster than reckoned."""
+    async with followed(2) as (app, tellers):
+        tellers[0].tell(event(1, batch(stored(*range(1, 13)))))
+        tellers[0].tell(event(2, texts("told")))
+        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        for one in app.replicas.all:
+            one.computes = 1000.0
+        held(app, 0).computing = asyncio.get_running_loop().time() + 10.0
+        assert await by(app, body("a")) == "s0"
+        held(app, 0).busy, held(app, 0).computing = 1, asyncio.get_running_loop().time() + 10.0
+        assert await by(app, body("b")) == "s1"
+
+
 async def test_a_replica_that_measured_nothing_yet_counts_as_the_others() -> None:
     """One that was started again has its KV on the disk, and no figures."""
     async with followed(2) as (app, tellers):

@@ -46,7 +46,7 @@ SLACK = 4
 BUSY_SECONDS = 0.02
 """How much longer a request takes for each that the replica has in hand, since their steps share the device."""
 TIE_SECONDS = 0.01
-"""Seconds within which two replicas count as equally soon."""
+"""How much later than the soonest a replica may be and count as equally soon."""
 USUAL_SPEED = 2000.0
 """Prompt tokens a second where no replica has measured its own yet."""
 DEFAULT_LOAD_SPEEDUP = 10.0
@@ -403,9 +403,9 @@ class Replicas:
         return Choice(free[0])
 
     def _soonest(self, ranked: Sequence[Replica], text: TextPrefixes) -> Choice:
-        """Return the replica that will have computed a prompt soonest; the first ranked of those about as soon.
+        """Return the replica that will have computed a prompt soonest; of those about as soon the one that holds most.
 
-        The first ranked one takes a prompt that nobody holds.
+        Of equals, and for a prompt that nobody holds, it is the one that ranks first.
         """
         if not text.digests:
             return Choice(ranked[0])
@@ -419,7 +419,9 @@ class Replicas:
             speeds = [one.computes for one in ranked if one.computes]
             usual = sum(speeds) / len(speeds) if speeds else USUAL_SPEED
             times = [self._seconds(one, known, has, most, now, usual) for one, has in zip(ranked, held, strict=True)]
-            chosen = min(range(len(ranked)), key=lambda number: (round(times[number] / TIE_SECONDS), number))
+            latest = min(times) + TIE_SECONDS
+            soon = [number for number, seconds in enumerate(times) if seconds <= latest]
+            chosen = max(soon, key=lambda number: (held[number], -number))
         replica, has = ranked[chosen], held[chosen]
         if (missing := known.total - has.cached) > 0 and replica.computes:
             replica.computing = max(replica.computing, now) + missing / replica.computes
@@ -435,9 +437,9 @@ class Replicas:
         loading = min(computing, 1 / one.loads) if one.loads else computing / DEFAULT_LOAD_SPEEDUP
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
-        # What it reported is up to a second old: without a request in hand there, those that waited then are over.
-        reported = one.reported_at + one.queue - now if one.busy else 0.0
-        queue = min(max(0.0, reported, one.computing - now), MOST_QUEUE)
+        # Its report is up to a second old, and the rest an estimate: without a request in hand nothing waits there.
+        waiting = max(0.0, one.reported_at + one.queue, one.computing) - now if one.busy else 0.0
+        queue = min(max(0.0, waiting), MOST_QUEUE)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:
