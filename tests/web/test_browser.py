@@ -51,7 +51,8 @@ def talking(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def endless(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    home = Home(tmp_path_factory.mktemp("endless"), models / "long.gguf", kv_gb=0.1)
+    """A server whose answers are so long, on slow kernels, that they can be stopped in the middle on any machine."""
+    home = Home(tmp_path_factory.mktemp("endless"), models / "long.gguf", kv_gb=0.1, kernels="portable")
     try:
         yield home.ready()
     finally:
@@ -209,7 +210,7 @@ def test_streaming_stop_and_going_on(browser: Any, endless: Home) -> None:
     visit.button("Stop").click()
     visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
     cut = visit.last(".answer > .text")
-    assert 0 < len(cut) < 60_000, "the whole answer has some 75,000 characters"
+    assert 0 < len(cut) < 20_000
     visit.button("Go on").click()
     visit.page.wait_for_function(
         "n => document.querySelector('.answer > .text').innerText.length > n", arg=len(cut) + 20
@@ -805,7 +806,9 @@ def test_a_full_context_is_reported_and_can_be_continued(browser: Any, narrow_ro
     visit = Visit(browser, narrow_room.url, size=(380, 760)).open()
     visit.send("First")
     meter = visit.page.locator(".roommeter")
-    visit.page.wait_for_function("() => /\\d+ of 600 tokens/.test(document.querySelector('.roommeter').title)")
+    visit.page.wait_for_function(
+        "() => /\\d+ of 600 tokens of the context are used/.test(document.querySelector('.roommeter').title)"
+    )
     for turn in range(20):
         if visit.page.locator(".ways").count():
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -126,6 +126,13 @@ async def by(app: RouterApp, request: Any, headers: Any = ()) -> str:
     return name
 
 
+async def give_blocks(app: RouterApp, tellers: Sequence[Teller], holder: int, medium: str = "GPU") -> None:
+    """Let one replica hold the told text, and wait until the router knows."""
+    tellers[holder].tell(event(1, batch(stored(*range(1, 13), medium=medium))))
+    tellers[0].tell(event(2, texts("told")))
+    await until(lambda: len(app.replicas.index) and held(app, holder).held.blocks)
+
+
 @pytest.mark.parametrize("holder", [0, 1, 2])
 async def test_a_request_goes_where_most_of_its_prompt_is(holder: int) -> None:
     async with followed() as (app, tellers):
@@ -166,9 +173,7 @@ async def test_a_name_whose_replica_is_crowded_goes_where_its_prompt_is() -> Non
 
 async def test_a_busy_holder_is_left_where_computing_elsewhere_is_sooner() -> None:
     async with followed(2) as (app, tellers):
-        tellers[0].tell(event(1, batch(stored(*range(1, 13)))))
-        tellers[0].tell(event(2, texts("told")))
-        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        await give_blocks(app, tellers, 0)
         for one in app.replicas.all:
             one.computes = 1000.0
         assert await by(app, body("a")) == "s0"
@@ -179,20 +184,16 @@ async def test_a_busy_holder_is_left_where_computing_elsewhere_is_sooner() -> No
 async def test_of_replicas_about_as_soon_the_holder_is_taken() -> None:
     """A model may be so fast that computing the whole prompt takes no time that counts."""
     async with followed() as (app, tellers):
-        tellers[1].tell(event(1, batch(stored(*range(1, 13)))))
-        tellers[0].tell(event(2, texts("told")))
-        await until(lambda: len(app.replicas.index) and held(app, 1).held.blocks)
+        await give_blocks(app, tellers, 1)
         for one in app.replicas.all:
             one.computes = 1_000_000.0
         assert {await by(app, body(f"task {n}")) for n in range(12)} == {"s1"}
 
 
 async def test_nothing_waits_at_a_replica_without_a_request_in_hand() -> None:
-    """It was faster than reckoned."""
+    """It was faster than estimated."""
     async with followed(2) as (app, tellers):
-        tellers[0].tell(event(1, batch(stored(*range(1, 13)))))
-        tellers[0].tell(event(2, texts("told")))
-        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        await give_blocks(app, tellers, 0)
         for one in app.replicas.all:
             one.computes = 1000.0
         held(app, 0).computing = asyncio.get_running_loop().time() + 10.0
@@ -204,9 +205,7 @@ async def test_nothing_waits_at_a_replica_without_a_request_in_hand() -> None:
 async def test_a_replica_that_measured_nothing_yet_counts_as_the_others() -> None:
     """One that was started again has its KV on the disk, and no figures."""
     async with followed(2) as (app, tellers):
-        tellers[0].tell(event(1, batch(stored(*range(1, 13), medium="DISK"))))
-        tellers[0].tell(event(2, texts("told")))
-        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        await give_blocks(app, tellers, 0, "DISK")
         held(app, 1).computes = 10_000.0
         assert {await by(app, body(f"task {n}")) for n in range(4)} == {"s0"}
 
@@ -292,9 +291,7 @@ async def test_prompts_of_tokens_go_by_kv_too() -> None:
 
 async def test_a_stale_index_costs_time_alone_and_is_counted() -> None:
     async with followed(2) as (app, tellers):
-        tellers[0].tell(event(1, batch(stored(*range(1, 13)))))
-        tellers[0].tell(event(2, texts("told")))
-        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        await give_blocks(app, tellers, 0)
         for teller in tellers:
             teller.usage = {"prompt_tokens": 800, "prompt_tokens_details": {"cached_tokens": 0}}
         assert await by(app, body("a")) == "s0" and app.replicas.index.stale == 1

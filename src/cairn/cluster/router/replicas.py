@@ -438,8 +438,8 @@ class Replicas:
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
         # Its report is up to a second old, and the rest an estimate: without a request in hand nothing waits there.
-        waiting = max(0.0, one.reported_at + one.queue, one.computing) - now if one.busy else 0.0
-        queue = min(max(0.0, waiting), MOST_QUEUE)
+        begins = max(one.reported_at + one.queue, one.computing) if one.busy else now
+        queue = min(max(0.0, begins - now), MOST_QUEUE)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:
